@@ -1,0 +1,1 @@
+"""The engine: everything between a prompt's token ids and its logits."""

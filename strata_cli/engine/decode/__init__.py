@@ -1,0 +1,1 @@
+"""One token at a time: forward, sample, stop."""

@@ -1,0 +1,299 @@
+"""The device protocols: what prefill, decode and the expert stream may ask of any device.
+
+Two devices implement them: ``host`` (worker threads, numpy memory, numba kernels) and CUDA. Code
+above this room never asks which one it has; where it matters it asks ``device.has_async_copy``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from strata_cli.errors import DeviceError, ShapeError
+
+
+class Home(Enum):
+    """Where a buffer's bytes live."""
+
+    DEVICE = "device"  # the device's own memory; the host must copy to look at it
+    PINNED = "pinned"  # page-locked host memory that the device can copy from and to directly
+    PAGEABLE = "pageable"  # ordinary host memory, for example a memory-mapped file
+
+
+class MemoryInfo(NamedTuple):
+    """Device memory in bytes."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class Buffer(Protocol):
+    """A block of memory with one owner. Closing twice is safe; using it afterwards is an error."""
+
+    @property
+    def home(self) -> Home: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int:
+        """Address that kernels of this device use for byte 0."""
+        ...
+
+    @property
+    def host_bytes(self) -> NDArray[np.uint8] | None:
+        """The bytes as a host array, or None for device memory (copy it to look at it)."""
+        ...
+
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A typed, C-contiguous window into a buffer. Owns nothing.
+
+    Attributes:
+        buffer: the memory it looks into.
+        offset_bytes: first byte of the window.
+        shape: extents, outermost first.
+        dtype: element type.
+    """
+
+    buffer: Buffer
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def over(
+        cls, buffer: Buffer, shape: tuple[int, ...], dtype: DTypeLike, offset_bytes: int = 0
+    ) -> Tensor:
+        """Window of the given shape starting at offset_bytes.
+
+        Raises:
+            ShapeError: the window does not lie inside the buffer.
+        """
+        tensor = cls(buffer, offset_bytes, tuple(int(n) for n in shape), np.dtype(dtype))
+        if offset_bytes < 0 or offset_bytes + tensor.nbytes > buffer.nbytes:
+            raise ShapeError(
+                f"window of {tensor.nbytes} bytes at {offset_bytes} does not fit a buffer "
+                f"of {buffer.nbytes} bytes"
+            )
+        return tensor
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def address(self) -> int:
+        return self.buffer.address + self.offset_bytes
+
+    def reshape(self, *shape: int) -> Tensor:
+        """The same elements with other extents (no -1)."""
+        if math.prod(shape) != self.size:
+            raise ShapeError(f"cannot view {self.shape} as {shape}")
+        return Tensor(self.buffer, self.offset_bytes, shape, self.dtype)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows start..stop of the outermost axis."""
+        if not 0 <= start <= stop <= self.shape[0]:
+            raise ShapeError(f"rows {start}..{stop} of a tensor with {self.shape[0]} rows")
+        row_bytes = self.nbytes // self.shape[0] if self.shape[0] else 0
+        return Tensor(
+            self.buffer,
+            self.offset_bytes + start * row_bytes,
+            (stop - start, *self.shape[1:]),
+            self.dtype,
+        )
+
+    def numpy(self) -> NDArray[Any]:
+        """Zero-copy host array of a pinned or pageable tensor.
+
+        Raises:
+            DeviceError: the bytes live in device memory.
+        """
+        data = self.buffer.host_bytes
+        if data is None:
+            raise DeviceError("device memory has no host view; copy it to a pinned buffer first")
+        window = data[self.offset_bytes : self.offset_bytes + self.nbytes]
+        return window.view(self.dtype).reshape(self.shape)
+
+
+KernelArgument: TypeAlias = Tensor | int | float
+
+
+class HostFunction(Protocol):
+    """A kernel's body on the host device.
+
+    Computes the independent items ``begin <= i < end``. Tensors arrive as numpy arrays. Calls for
+    disjoint ranges may run at the same time on several threads, so an item may only write what
+    belongs to it, and its result may not depend on how the range was cut. Should release the GIL.
+    """
+
+    def __call__(self, begin: int, end: int, /, *args: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """One kernel: the same operation for every device, and its plain numpy statement.
+
+    Attributes:
+        name: unique; also the CUDA function name.
+        host: body on the host device.
+        reference: the operation in plain numpy; tests compare every device against it.
+        source: file name, inside the kernels room, that holds the CUDA function; "" if none yet.
+    """
+
+    name: str
+    host: HostFunction
+    reference: Callable[..., Any]
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How one call of a kernel is cut into pieces.
+
+    Attributes:
+        items: independent items on the host device.
+        grain: smallest number of items worth a thread of its own on the host device.
+        grid: thread blocks on a GPU.
+        block: threads per block on a GPU.
+        shared_bytes: dynamic shared memory on a GPU.
+    """
+
+    items: int
+    grain: int = 1
+    grid: tuple[int, int, int] = (1, 1, 1)
+    block: tuple[int, int, int] = (1, 1, 1)
+    shared_bytes: int = 0
+
+
+class Event(Protocol):
+    """A point in a stream's work. May be recorded again; the latest record counts."""
+
+    def query(self) -> bool:
+        """True when the recorded work is done. An event never recorded counts as done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks until the recorded work is done; raises the stream's error if it failed."""
+        ...
+
+    def elapsed_ms(self, start: Event) -> float:
+        """Milliseconds between two completed events made with timing.
+
+        Raises:
+            DeviceError: either was made without timing or is not complete.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Graph(Protocol):
+    """Recorded launches and copies, replayed with one call. Addresses are fixed when recorded."""
+
+    def close(self) -> None: ...
+
+
+class Stream(Protocol):
+    """Work that runs in order, behind the caller's back.
+
+    Each stream has one owning thread that enqueues. A failed operation is sticky: later work of the
+    stream is dropped, and synchronize() or an event's synchronize() raises it.
+    """
+
+    @property
+    def name(self) -> str: ...
+    def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None: ...
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """Enqueues a copy of src's bytes over dst, in any direction between homes.
+
+        Pageable sources are read when the copy runs: keep them unchanged until then.
+
+        Raises:
+            ShapeError: the byte counts differ.
+        """
+        ...
+
+    def fill(self, dst: Tensor, byte: int) -> None: ...
+    def call(self, function: Callable[[], None]) -> None:
+        """Enqueues a host function; it must not call the device."""
+        ...
+
+    def record(self, event: Event) -> None: ...
+    def wait(self, event: Event) -> None:
+        """Later work of this stream waits for the event's latest record (not the caller)."""
+        ...
+
+    def synchronize(self) -> None: ...
+    def capture(self) -> AbstractContextManager[Graph]:
+        """Inside the block, this stream's operations are recorded instead of run."""
+        ...
+
+    def replay(self, graph: Graph) -> None: ...
+    def close(self) -> None: ...
+
+
+class Device(Protocol):
+    """A place that holds memory and runs kernels. Closing frees what is still open."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def has_async_copy(self) -> bool:
+        """True when copies run beside kernels on a link of their own."""
+        ...
+
+    def memory(self) -> MemoryInfo: ...
+    def allocate(self, nbytes: int) -> Buffer:
+        """Device memory, contents undefined.
+
+        Raises:
+            OutOfMemory: with need, free and total bytes.
+        """
+        ...
+
+    def allocate_pinned(self, nbytes: int) -> Buffer:
+        """Page-locked host memory, contents undefined.
+
+        Raises:
+            OutOfMemory: with need and the limit that was hit.
+        """
+        ...
+
+    def wrap(self, data: NDArray[np.uint8]) -> Buffer:
+        """Pageable host bytes (for example a memory map) as a buffer, without copying."""
+        ...
+
+    def resident(self, data: NDArray[np.uint8]) -> Buffer:
+        """The bytes where kernels can read them: a copy in device memory, or, on a device whose
+        kernels read host memory at full speed, the bytes themselves. Read-only."""
+        ...
+
+    def stream(self, name: str) -> Stream: ...
+    def event(self, *, timing: bool = False) -> Event: ...
+    def synchronize(self) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def empty(device: Device, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> Tensor:
+    """A tensor over a device buffer of its own, contents undefined."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    return Tensor.over(device.allocate(max(nbytes, 1)), shape, dtype)

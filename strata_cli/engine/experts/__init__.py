@@ -1,0 +1,1 @@
+"""Where each expert's weights live, and how they get to the device."""

@@ -1,0 +1,35 @@
+"""The one door to numba: typed decorators, so that every host kernel is compiled the same way.
+
+Float semantics are strict (no fastmath, no contraction): a result may not depend on how the
+compiler vectorised a loop. Compiled code is cached on disk beside the sources, or in the user's
+cache folder when those are read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import numba
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def nogil_jit(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile for the host CPU on first call; the compiled code releases the GIL."""
+    compiled = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    return cast(Callable[P, R], compiled)
+
+
+def inline_jit(function: Callable[P, R]) -> Callable[P, R]:
+    """A helper that compiled functions call; LLVM inlines it where that pays."""
+    compiled = numba.njit(nogil=True, error_model="numpy")(function)
+    return cast(Callable[P, R], compiled)
+
+
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Typed alias of numba's intrinsic decorator."""
+    from numba.extending import intrinsic as numba_intrinsic
+
+    return cast(Callable[..., Any], numba_intrinsic(function))

@@ -1,0 +1,1 @@
+"""Prompt tokens in, state filled, logits out."""

@@ -1,0 +1,53 @@
+"""Every error a user may see: a message, a hint, and the exit code it ends the command with."""
+
+from __future__ import annotations
+
+
+class StrataError(Exception):
+    """Something went wrong that the user can understand and act on.
+
+    Attributes:
+        message: what failed, with the numbers and their units.
+        hint: what to try; empty when nothing sensible can be suggested.
+        exit_code: 1 for a failed run, 2 for a bad setting or bad input.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  try: {self.hint}" if self.hint else self.message
+
+
+class ConfigError(StrataError):
+    """A setting, flag or environment variable has a wrong value."""
+
+    exit_code = 2
+
+
+class InputError(StrataError):
+    """What the user gave to read (prompt, token ids, file) cannot be used."""
+
+    exit_code = 2
+
+
+class ModelError(StrataError):
+    """A model file is missing, damaged, or describes something unsupported."""
+
+    exit_code = 2
+
+
+class DeviceError(StrataError):
+    """A device call failed; the message names the call and its numbers."""
+
+
+class OutOfMemory(DeviceError):
+    """A device or host allocation does not fit; the message has need, free and total."""
+
+
+class ShapeError(StrataError):
+    """An array handed to a kernel has the wrong shape or dtype."""
