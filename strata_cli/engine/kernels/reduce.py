@@ -135,25 +135,25 @@ def _over_one(x: Any, initial: float, step: Step, combine: Callable[[Any, Any, A
 
 @intrinsic
 def sum16(_typing: Any, x: Any, _start: Any, _n: Any) -> Any:
-    """sum16(x, start, n): sum of n elements of x from start."""
+    """Sum of n elements of x from start; takes (x, start, n)."""
     return _over_one(x, 0.0, lambda b, lanes, v: b.fadd(lanes, v[0]), _add)
 
 
 @intrinsic
 def sum_squares16(_typing: Any, x: Any, _start: Any, _n: Any) -> Any:
-    """sum_squares16(x, start, n): sum of n squares, by fused multiply-add."""
+    """Sum of n squares, by fused multiply-add; takes (x, start, n)."""
     return _over_one(x, 0.0, _multiply_add, _add)
 
 
 @intrinsic
 def max16(_typing: Any, x: Any, _start: Any, _n: Any) -> Any:
-    """max16(x, start, n): largest of n elements, -inf when n is 0. NaNs are passed over."""
+    """Largest of n elements, -inf when n is 0, NaNs passed over; takes (x, start, n)."""
     return _over_one(x, float("-inf"), lambda b, lanes, v: _larger(b, lanes, v[0]), _larger)
 
 
 @intrinsic
 def dot16(_typing: Any, a: Any, _ai: Any, b: Any, _bi: Any, _n: Any) -> Any:
-    """dot16(a, ai, b, bi, n): sum of a[ai + k] * b[bi + k] for k < n, by fused multiply-add."""
+    """Sum of a[ai + k] * b[bi + k] for k < n, by fma; takes (a, ai, b, bi, n)."""
     _require_float_arrays(a, b)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
