@@ -45,7 +45,7 @@ class DeviceError(StrataError):
     """A device call failed; the message names the call and its numbers."""
 
 
-class OutOfMemory(DeviceError):
+class OutOfMemory(DeviceError):  # noqa: N818 - the field's word for it
     """A device or host allocation does not fit; the message has need, free and total."""
 
 
