@@ -186,7 +186,10 @@ class Event(Protocol):
     """A point in a stream's work. May be recorded again; the latest record counts."""
 
     def query(self) -> bool:
-        """True when the recorded work is done. An event never recorded counts as done."""
+        """True when the recorded work is done; raises the stream's error if it failed.
+
+        An event never recorded counts as done.
+        """
         ...
 
     def synchronize(self) -> None:
@@ -242,11 +245,20 @@ class Stream(Protocol):
 
     def synchronize(self) -> None: ...
     def capture(self) -> AbstractContextManager[Graph]:
-        """Inside the block, this stream's operations are recorded instead of run."""
+        """Inside the block, this stream's launches, copies, fills and calls are recorded, not run.
+
+        Raises:
+            DeviceError: anything else is asked of the stream inside the block.
+        """
         ...
 
     def replay(self, graph: Graph) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the stream. Work that has not begun may be dropped: synchronize first if it matters.
+
+        Events recorded behind dropped work raise when asked.
+        """
+        ...
 
 
 class Device(Protocol):
@@ -281,8 +293,11 @@ class Device(Protocol):
         ...
 
     def resident(self, data: NDArray[np.uint8]) -> Buffer:
-        """The bytes where kernels can read them: a copy in device memory, or, on a device whose
-        kernels read host memory at full speed, the bytes themselves. Read-only."""
+        """The bytes, read-only, where kernels read them at full speed.
+
+        A copy in device memory, or, where kernels read host memory just as well, the bytes
+        themselves.
+        """
         ...
 
     def stream(self, name: str) -> Stream: ...

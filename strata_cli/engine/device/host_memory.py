@@ -1,0 +1,169 @@
+"""Host memory as buffers: anonymous pages for the device home, locked pages for the pinned home."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import resource
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Home, MemoryInfo
+from strata_cli.engine.device.sizes import gib
+from strata_cli.errors import DeviceError, OutOfMemory
+
+logger = logging.getLogger(__name__)
+
+HUGE_PAGE_BYTES = 2 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class HostBuffer:
+    """Host memory with one owner.
+
+    Arrays made from it keep the pages mapped, so work that is already enqueued survives close().
+    """
+
+    __slots__ = ("__weakref__", "_address", "_bytes", "_home", "_nbytes")
+
+    def __init__(self, data: NDArray[np.uint8], home: Home) -> None:
+        if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
+            raise DeviceError(
+                f"a buffer needs contiguous uint8 [nbytes], got {data.dtype} {data.shape}",
+                hint="pass array.reshape(-1).view(np.uint8)",
+            )
+        self._bytes: NDArray[np.uint8] | None = data
+        self._home = home
+        self._nbytes = data.size
+        self._address = int(data.__array_interface__["data"][0])
+
+    @property
+    def home(self) -> Home:
+        return self._home
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @property
+    def address(self) -> int:
+        self.memory()
+        return self._address
+
+    @property
+    def host_bytes(self) -> NDArray[np.uint8] | None:
+        data = self.memory()
+        return None if self._home is Home.DEVICE else data
+
+    def memory(self) -> NDArray[np.uint8]:
+        """The bytes, whatever the home; for this device's own copies and kernels.
+
+        Raises:
+            DeviceError: the buffer is closed.
+        """
+        if self._bytes is None:
+            raise DeviceError(f"{self._home.value} buffer of {self._nbytes} bytes is closed")
+        return self._bytes
+
+    def close(self) -> None:
+        self._bytes = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def host_memory() -> MemoryInfo:
+    """Available and total memory of this machine, from /proc/meminfo."""
+    fields: dict[str, int] = {}
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name in ("MemTotal", "MemAvailable"):
+                fields[name] = int(value.split()[0]) * 1024
+    return MemoryInfo(free_bytes=fields["MemAvailable"], total_bytes=fields["MemTotal"])
+
+
+def anonymous_bytes(nbytes: int) -> NDArray[np.uint8]:
+    """Fresh page-aligned memory, in huge pages where that is possible. Unmapped with its last view.
+
+    Raises:
+        OutOfMemory: more than the machine has available.
+    """
+    if nbytes < 0:
+        raise DeviceError(f"cannot allocate {nbytes} bytes")
+    free, total = host_memory()
+    if nbytes > free:
+        raise _too_big(nbytes, free, total)
+    try:
+        pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise _too_big(nbytes, free, total) from error
+    if nbytes >= HUGE_PAGE_BYTES:
+        _ask_for_huge_pages(pages)
+    return np.frombuffer(pages, np.uint8, count=nbytes)
+
+
+def locked_bytes(nbytes: int) -> NDArray[np.uint8]:
+    """Page-locked memory; ordinary memory, with one warning, where the memlock limit forbids it.
+
+    Nothing breaks without the lock on this device: copies are plain memory copies either way.
+
+    Raises:
+        OutOfMemory: more than the machine has available.
+    """
+    data = anonymous_bytes(nbytes)
+    address = data.__array_interface__["data"][0]
+    if nbytes and _libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) != 0:
+        _warn_unlocked(nbytes, ctypes.get_errno())
+    return data
+
+
+def _too_big(nbytes: int, free: int, total: int) -> OutOfMemory:
+    return OutOfMemory(
+        f"host memory: need {gib(nbytes)}, available {gib(free)} of {gib(total)}",
+        hint="lower the context, close other programs, or use a smaller model",
+    )
+
+
+def _ask_for_huge_pages(pages: mmap.mmap) -> None:
+    """Advice only: a kernel built without huge pages answers EINVAL, and small pages do as well."""
+    advice: Any = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None:
+        return
+    try:
+        pages.madvise(advice)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+
+
+class _Warned:
+    """Whether the unlocked-memory warning was given.
+
+    Written by whichever thread allocates first; a race costs a second line, nothing else.
+    """
+
+    unlocked = False
+
+
+def _warn_unlocked(nbytes: int, code: int) -> None:
+    if _Warned.unlocked:
+        return
+    _Warned.unlocked = True
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else gib(soft)
+    logger.warning(
+        "pinned memory is not page-locked: mlock of %s failed (%s), RLIMIT_MEMLOCK is %s; "
+        "raise it with ulimit -l or LimitMEMLOCK= in the systemd unit",
+        gib(nbytes),
+        os.strerror(code),
+        limit,
+    )

@@ -1,0 +1,327 @@
+"""Streams, events and graphs of the host device: in-order queues, each with its own thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Event, Graph, Kernel, KernelArgument, Launch, Tensor
+from strata_cli.engine.device.host_memory import HostBuffer
+from strata_cli.engine.device.host_workers import CHUNKS_PER_THREAD, WorkerPool
+from strata_cli.errors import DeviceError, ShapeError
+
+
+class _Ticket:
+    """One record of an event: done once, with a time and perhaps an error.
+
+    The stream's thread writes ``error``, ``time_ns`` and then ``done``. Waiters add a lock to
+    ``gates`` and look at ``done`` again; the stream's thread sets ``done`` first and opens the
+    gates after, so one of the two always sees the other.
+    """
+
+    __slots__ = ("done", "error", "gates", "time_ns")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.time_ns = 0
+        self.error: DeviceError | None = None
+        self.gates: list[threading.Lock] = []
+
+    def complete(self, error: DeviceError | None) -> None:
+        self.error = error
+        self.time_ns = time.perf_counter_ns()
+        self.done = True
+        while self.gates:
+            self.gates.pop().release()
+
+    def wait(self) -> None:
+        """Sleeps until done. In the main thread a signal handler, so Ctrl-C, ends the wait."""
+        if self.done:
+            return
+        gate = threading.Lock()
+        gate.acquire()
+        self.gates.append(gate)
+        if not self.done:
+            gate.acquire()
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise _again(self.error)
+
+
+def _again(error: DeviceError) -> DeviceError:
+    """The error as a new exception, since raising one object twice piles up its traceback."""
+    fresh = DeviceError(error.message, hint=error.hint)
+    fresh.__cause__ = error.__cause__
+    return fresh
+
+
+class _Operation(NamedTuple):
+    """One entry of a stream's queue: work with a name for messages, a record, or the end."""
+
+    label: str
+    run: Callable[[], None] | None = None
+    ticket: _Ticket | None = None
+
+
+class HostEvent:
+    """A point in a host stream. Times are taken when the stream's thread reaches the record."""
+
+    __slots__ = ("_closed", "_timing", "ticket")
+
+    def __init__(self, *, timing: bool) -> None:
+        self._timing = timing
+        self._closed = False
+        self.ticket: _Ticket | None = None
+
+    def query(self) -> bool:
+        self.check_open()
+        if self.ticket is None:
+            return True
+        if self.ticket.done:
+            self.ticket.check()
+        return self.ticket.done
+
+    def synchronize(self) -> None:
+        self.check_open()
+        if self.ticket is not None:
+            self.ticket.wait()
+            self.ticket.check()
+
+    def elapsed_ms(self, start: Event) -> float:
+        return (self.reached_ns() - host_event(start).reached_ns()) / 1e6
+
+    def reached_ns(self) -> int:
+        """When the latest record was reached, on the clock of time.perf_counter_ns."""
+        self.check_open()
+        if not self._timing:
+            raise DeviceError("event was made without timing", hint="device.event(timing=True)")
+        if self.ticket is None or not self.ticket.done:
+            raise DeviceError("event has no time yet: its record was not reached")
+        return self.ticket.time_ns
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise DeviceError("event is closed")
+
+    def close(self) -> None:
+        self._closed = True
+        self.ticket = None
+
+
+def host_event(event: Event) -> HostEvent:
+    """The event as this device's own.
+
+    Raises:
+        DeviceError: it belongs to another device, or is closed.
+    """
+    if not isinstance(event, HostEvent):
+        raise DeviceError(f"a host stream needs a host event, got {type(event).__name__}")
+    event.check_open()
+    return event
+
+
+class HostGraph:
+    """Recorded operations with their arrays resolved."""
+
+    __slots__ = ("_closed", "operations")
+
+    def __init__(self) -> None:
+        self.operations: list[_Operation] = []
+        self._closed = False
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise DeviceError("graph is closed")
+
+    def close(self) -> None:
+        self._closed = True
+        self.operations = []
+
+
+def resolve(argument: KernelArgument) -> Any:
+    """A kernel argument as the host function gets it: tensors become arrays over their bytes."""
+    if not isinstance(argument, Tensor):
+        return argument
+    buffer = argument.buffer
+    if not isinstance(buffer, HostBuffer):
+        raise DeviceError(f"a host stream needs a host buffer, got {type(buffer).__name__}")
+    return np.ndarray(argument.shape, argument.dtype, buffer.memory(), argument.offset_bytes)
+
+
+def _flat(tensor: Tensor) -> NDArray[np.uint8]:
+    flat: NDArray[np.uint8] = resolve(
+        Tensor(tensor.buffer, tensor.offset_bytes, (tensor.nbytes,), np.dtype(np.uint8))
+    )
+    return flat
+
+
+def _writable(tensor: Tensor) -> NDArray[np.uint8]:
+    flat = _flat(tensor)
+    if not flat.flags.writeable:
+        raise DeviceError(f"cannot write {tensor.nbytes} bytes into a read-only buffer")
+    return flat
+
+
+class HostStream:
+    """An in-order queue and the thread that runs it.
+
+    The owner's side only appends to the queue, and the thread sleeps in it when it is empty, so a
+    burst of launches wakes the thread once. ``_emit`` is where operations go: the queue, the list
+    of a graph being recorded, or an error once closed. ``_failure`` and ``_label`` are written by
+    the stream's thread alone, ``_emit`` and ``_closed`` by the owner (or the device's close).
+    """
+
+    def __init__(self, name: str, pool: WorkerPool) -> None:
+        self._name = name
+        self._pool = pool
+        self._queue: SimpleQueue[_Operation] = SimpleQueue()
+        self._emit: Callable[[_Operation], None] = self._queue.put
+        self._closed = False
+        self._capturing = False
+        self._failure: DeviceError | None = None
+        self._label = ""
+        self._thread = threading.Thread(target=self._serve, name=f"strata-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
+        items = launch.items
+        arrays = tuple([resolve(argument) for argument in args])
+        chunks = min(items // max(launch.grain, 1), self._pool.num_threads * CHUNKS_PER_THREAD)
+        if chunks <= 1 or self._pool.num_threads == 1:
+            run = partial(kernel.host, 0, items, *arrays)
+        else:
+            run = partial(self._pool.run, kernel.host, items, chunks, arrays)
+        self._emit(_Operation(kernel.name, run))
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        if dst.nbytes != src.nbytes:
+            raise ShapeError(f"copy of {src.nbytes} bytes into {dst.nbytes} bytes")
+        self._emit(_Operation("copy", partial(np.copyto, _writable(dst), _flat(src))))
+
+    def fill(self, dst: Tensor, byte: int) -> None:
+        if not 0 <= byte <= 255:
+            raise ShapeError(f"fill byte {byte} is outside 0..255")
+        self._emit(_Operation("fill", partial(_writable(dst).fill, byte)))
+
+    def call(self, function: Callable[[], None]) -> None:
+        self._emit(_Operation("call", function))
+
+    def record(self, event: Event) -> None:
+        self._check_not_capturing("record")
+        own = host_event(event)
+        ticket = _Ticket()
+        self._emit(_Operation("record", ticket=ticket))
+        own.ticket = ticket
+
+    def wait(self, event: Event) -> None:
+        self._check_not_capturing("wait")
+        ticket = host_event(event).ticket
+        if ticket is not None:
+            self._emit(_Operation("wait", partial(_pass, ticket)))
+
+    def synchronize(self) -> None:
+        self._check_not_capturing("synchronize")
+        ticket = _Ticket()
+        self._emit(_Operation("synchronize", ticket=ticket))
+        ticket.wait()
+        ticket.check()
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        self._check_not_capturing("capture")
+        self._check_open()
+        graph = HostGraph()
+        self._capturing, self._emit = True, graph.operations.append
+        try:
+            yield graph
+        finally:
+            self._capturing = False
+            self._emit = self._refuse if self._closed else self._queue.put
+
+    def replay(self, graph: Graph) -> None:
+        self._check_not_capturing("replay")
+        if not isinstance(graph, HostGraph):
+            raise DeviceError(f"a host stream needs a host graph, got {type(graph).__name__}")
+        graph.check_open()
+        self._emit(_Operation("graph", partial(self._run_all, graph.operations)))
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def stop(self) -> None:
+        """Refuses new work and drops what is queued; does not wait for what runs."""
+        if not self._closed:
+            self._closed = True
+            self._emit = self._refuse
+            self._queue.put(_END)
+
+    def close(self) -> None:
+        """Ends the stream: what runs is waited for, what is queued behind it is dropped."""
+        self.stop()
+        self._thread.join()
+
+    def _refuse(self, operation: _Operation) -> None:
+        raise DeviceError(f"stream {self._name!r} is closed: cannot {operation.label}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DeviceError(f"stream {self._name!r} is closed")
+
+    def _check_not_capturing(self, what: str) -> None:
+        if self._capturing:
+            raise DeviceError(
+                f"stream {self._name!r} is capturing a graph: cannot {what}",
+                hint="a graph holds launches, copies, fills and calls; do the rest outside",
+            )
+
+    def _serve(self) -> None:
+        while (operation := self._queue.get()) is not _END:
+            if self._closed and self._failure is None:
+                self._failure = DeviceError(
+                    f"stream {self._name!r} was closed before its work was done",
+                    hint="synchronize before closing",
+                )
+            if operation.ticket is not None:
+                operation.ticket.complete(self._failure)
+            elif operation.run is not None and self._failure is None:
+                self._run(operation)
+            del operation  # an idle stream must not keep its last arrays alive
+
+    def _run(self, operation: _Operation) -> None:
+        self._label = operation.label
+        assert operation.run is not None
+        try:
+            operation.run()
+        except BaseException as error:  # noqa: BLE001  a stream keeps any failure for its owner
+            self._failure = DeviceError(
+                f"stream {self._name!r} failed in {self._label}: {type(error).__name__}: {error}"
+            )
+            self._failure.__cause__ = error
+
+    def _run_all(self, operations: list[_Operation]) -> None:
+        for self._label, run, _ in operations:
+            assert run is not None
+            run()
+
+
+_END = _Operation("end")
+
+
+def _pass(ticket: _Ticket) -> None:
+    """Body of a wait: a stream that waited for failed work fails too; its input is missing."""
+    ticket.wait()
+    ticket.check()
