@@ -1,0 +1,43 @@
+"""What kernel wrappers check before they launch, and how finely a launch is cut."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from strata_cli.engine.device.base import Tensor
+from strata_cli.errors import ShapeError
+
+# About 15 us of float work. Waking a second thread costs as much, so less stays on one.
+ELEMENTS_PER_THREAD = 32_768
+
+
+def expect(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: DTypeLike = np.float32
+) -> None:
+    """Check one argument of a kernel wrapper.
+
+    Raises:
+        ShapeError: the tensor has another shape or element type; names both.
+    """
+    wanted = np.dtype(dtype)
+    if tensor.shape != shape or tensor.dtype != wanted:
+        raise ShapeError(
+            f"{name}: expected {wanted.name} {list(shape)}, "
+            f"got {tensor.dtype.name} {list(tensor.shape)}"
+        )
+
+
+def expect_rank(name: str, tensor: Tensor, rank: int) -> None:
+    """Check that a tensor whose extents define the others has as many as it should.
+
+    Raises:
+        ShapeError: it has more or fewer.
+    """
+    if len(tensor.shape) != rank:
+        raise ShapeError(f"{name}: expected {rank} extents, got {list(tensor.shape)}")
+
+
+def grain(elements_per_item: int) -> int:
+    """Items worth a thread of their own on the host device."""
+    return max(1, ELEMENTS_PER_THREAD // max(1, elements_per_item))
