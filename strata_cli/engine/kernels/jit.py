@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import numba
 
 # Nobody calls these through a C function pointer, and that wrapper takes a sixth of compile time.
-_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 P = ParamSpec("P")
 R = TypeVar("R")
