@@ -1,0 +1,72 @@
+"""Maps settings to command line options, and resolves them: the one place that reads os.environ."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
+from typing import Any, TypeVar
+
+import click
+
+from strata_cli.config import (
+    StrataConfig,
+    flag_of,
+    parser_of,
+    unknown_variables,
+    variable_of,
+)
+
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def config_options(*names: str) -> Callable[[F], F]:
+    """One option per named field, default None, then --log-level and --config.
+
+    The values arrive as keyword arguments by field name, for load_config to resolve.
+    """
+    specs = {spec.name: spec for spec in fields(StrataConfig)}
+    options = [*(_option(specs[name]) for name in (*names, "log_level")), _config_file_option()]
+
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def load_config(flags: Mapping[str, Any]) -> StrataConfig:
+    """Resolve a command's settings and set how much is logged.
+
+    Warns on stderr of STRATA_* variables that are no settings.
+
+    Args:
+        flags: the keyword arguments that config_options added to the command.
+
+    Raises:
+        ConfigError: a value is wrong; the message names its flag, variable or key.
+    """
+    config = StrataConfig.load(flags, os.environ)
+    logging.getLogger("strata_cli").setLevel(config.log_level.upper())
+    for name, close in unknown_variables(os.environ).items():
+        advice = f"; did you mean {close}?" if close else ""
+        logger.warning("%s is not a setting and is ignored%s", name, advice)
+    return config
+
+
+def _option(spec: Field[Any]) -> Callable[[F], F]:
+    parse = parser_of(spec)
+    flag, note = flag_of(spec.name), f"[{parse.show(spec.default)}; {variable_of(spec.name)}]"
+    help = f"{spec.metadata['help']}  {note}"
+    if parse.is_switch:
+        return click.option(f"{flag}/--no-{flag[2:]}", spec.name, default=None, help=help)
+    return click.option(flag, spec.name, metavar=parse.metavar, default=None, help=help)
+
+
+def _config_file_option() -> Callable[[F], F]:
+    help = f"TOML file with settings.  [{variable_of('config')}]"
+    return click.option(flag_of("config"), "config", metavar="FILE", default=None, help=help)

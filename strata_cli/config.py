@@ -1,0 +1,226 @@
+"""StrataConfig: every setting of a run, and how it is read from flags, variables and a file.
+
+A field's name is its flag, its variable and its key: ``max_context`` is ``--max-context``,
+``STRATA_MAX_CONTEXT`` and ``max_context = ...`` in the config file. The table grows with the
+engine: a setting that changes nothing has no field. Imports nothing heavy, so help stays instant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar, cast
+
+from strata_cli.errors import ConfigError
+from strata_cli.parsers import (
+    Parser,
+    auto_or_boolean,
+    auto_or_count,
+    boolean,
+    choice,
+    device_name,
+    embedded_or_path,
+    number,
+    whole_number,
+)
+
+T = TypeVar("T")
+
+PREFIX = "STRATA_"
+TEST_PREFIX = "STRATA_TEST_"  # what the tests are told, not the engine
+
+
+def setting(default: T, help: str, *, parse: Parser[T]) -> T:
+    """A field of StrataConfig that keeps its help and its parser in the metadata."""
+    return field(default=default, metadata={"help": help, "parse": parse})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrataConfig:
+    """Everything that shapes a run; built once, in commands/.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    model: Path | None = setting(
+        None,
+        "Model file (GGUF); of a split model, any shard.",
+        parse=embedded_or_path,
+    )
+    device: str = setting(
+        "auto", "Device that computes; auto is the fastest that can be used.", parse=device_name
+    )
+    threads: int = setting(
+        0,
+        "Threads that compute on the host; auto is one per core.",
+        parse=auto_or_count,
+    )
+    max_context: int = setting(
+        0,
+        "Context in tokens, prompt and answer together; auto is the model's own.",
+        parse=auto_or_count,
+    )
+    prefill: int = setting(
+        0,
+        "Prompt chunk in tokens; changes speed and memory, never the result.",
+        parse=auto_or_count,
+    )
+    deterministic: bool | None = setting(
+        None,
+        "Canonical read; auto is on whenever one token's log-probabilities are read.",
+        parse=auto_or_boolean,
+    )
+    temperature: float = setting(
+        0.0, "Sampling temperature; 0 takes the most likely token.", parse=number(0)
+    )
+    top_k: int = setting(
+        0, "Sample among the K most likely tokens; 0 keeps all.", parse=whole_number(0)
+    )
+    top_p: float = setting(
+        1.0, "Sample among the most likely tokens that hold this share.", parse=number(0, 1)
+    )
+    min_p: float = setting(
+        0.0, "Drop tokens below this share of the most likely one.", parse=number(0, 1)
+    )
+    seed: int = setting(
+        0,
+        "Seed of the sampler; the same seed gives the same text.",
+        parse=whole_number(0, 2**64 - 1),
+    )
+    state_hash: bool = setting(
+        False, "Report the hash of every part of the sequence's state.", parse=boolean
+    )
+    progress: bool | None = setting(
+        None,
+        "Progress bar on stderr; auto shows it on a terminal.",
+        parse=auto_or_boolean,
+    )
+    log_level: str = setting(
+        "warning",
+        "Least urgent log lines to show.",
+        parse=choice("debug", "info", "warning", "error"),
+    )
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            parse, value = parser_of(spec), getattr(self, spec.name)
+            if not parse.accepts(value):
+                raise ConfigError(f"{spec.name} must be {parse.expected}, got {value!r}")
+
+    @classmethod
+    def load(cls, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Self:
+        """Resolve every field: flag, then STRATA_* variable, then config file, then default.
+
+        Args:
+            flags: command line values by field name; None means not given. "config" may name
+                the config file, over STRATA_CONFIG.
+            environ: the process environment.
+
+        Raises:
+            ConfigError: a value does not parse or is out of range, or the config file cannot be
+                read or has an unknown key.
+        """
+        file = _find("config", flags, environ, {})
+        table = {} if file is None else read_config_file(Path(file.value))
+        values = {}
+        for spec in fields(cls):
+            given = _find(spec.name, flags, environ, table)
+            if given is not None:
+                values[spec.name] = _parse(given, spec)
+        return cls(**values)
+
+
+class Given(NamedTuple):
+    """A value as somebody wrote it, and where: a flag, a variable, or a key of a file."""
+
+    origin: str
+    value: Any
+
+
+def flag_of(name: str) -> str:
+    """The command line spelling of a field's name."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """The environment spelling of a field's name."""
+    return PREFIX + name.upper()
+
+
+def parser_of(spec: Field[Any]) -> Parser[Any]:
+    """How the field's value is written."""
+    return cast(Parser[Any], spec.metadata["parse"])
+
+
+def field_names() -> tuple[str, ...]:
+    """Every setting, in the order in which the documentation shows them."""
+    return tuple(spec.name for spec in fields(StrataConfig))
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that looks most like the given one, if any does."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return matches[0] if matches else None
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """STRATA_* variables that name no setting, each with the nearest real one."""
+    known = {variable_of(name) for name in ("config", *field_names())}
+    return {
+        name: nearest(name, sorted(known))
+        for name in sorted(environ)
+        if name.startswith(PREFIX) and name not in known and not name.startswith(TEST_PREFIX)
+    }
+
+
+def read_config_file(path: Path) -> dict[str, Given]:
+    """The settings of a TOML file, by field name.
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or has a key that is no setting.
+    """
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise ConfigError(f"the config file {path} is not valid TOML: {error}") from error
+    for key, value in table.items():
+        if key not in field_names():
+            raise _unknown_key(key, path)
+        if not isinstance(value, str | int | float):
+            raise ConfigError(f"{key} in {path} must be one plain value, got {value!r}")
+    return {key: Given(f"{key} in {path}", value) for key, value in table.items()}
+
+
+def _unknown_key(key: str, path: Path) -> ConfigError:
+    close = nearest(key, field_names())
+    hint = f"did you mean {close}?" if close else f"known keys: {', '.join(field_names())}"
+    return ConfigError(f"unknown key {key} in {path}", hint=hint)
+
+
+def _find(
+    name: str, flags: Mapping[str, Any], environ: Mapping[str, str], table: Mapping[str, Given]
+) -> Given | None:
+    if flags.get(name) is not None:
+        return Given(flag_of(name), flags[name])
+    if variable_of(name) in environ:
+        return Given(variable_of(name), environ[variable_of(name)])
+    return table.get(name)
+
+
+def _parse(given: Given, spec: Field[Any]) -> Any:
+    parse = parser_of(spec)
+    try:
+        # TOML and switches bring typed values; as text they go through the same parser.
+        return parse(str(given.value))
+    except ValueError as error:
+        raise ConfigError(
+            f"{given.origin} must be {parse.expected}, got {str(given.value)!r}",
+            hint=f"leave it out for the default, {parse.show(spec.default)}",
+        ) from error

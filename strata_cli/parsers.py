@@ -1,0 +1,134 @@
+"""How settings are written: one small parser per form, each of which can say what it expects."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar, cast
+
+T = TypeVar("T")
+W = TypeVar("W")
+
+
+@dataclass(frozen=True, slots=True)
+class Parser(Generic[T]):
+    """One form of value. Calling it turns text into a value, or raises ValueError.
+
+    Attributes:
+        expected: the accepted values in words; completes "must be ...".
+        metavar: stands for the value in help.
+        convert: text to value, range unchecked; raises ValueError when the text is no such value.
+        accepts: whether a value is in range.
+        show: the text that converts back to the value.
+        is_switch: true for on-off settings, which become a --name/--no-name flag.
+    """
+
+    expected: str
+    metavar: str
+    convert: Callable[[str], T]
+    accepts: Callable[[T], bool]
+    show: Callable[[T], str] = str
+    is_switch: bool = False
+
+    def __call__(self, text: str) -> T:
+        """The value that the text stands for; ValueError when it is not of this form."""
+        value = self.convert(text)
+        if not self.accepts(value):
+            raise ValueError(f"{text!r} is not {self.expected}")
+        return value
+
+
+def or_word(word: str, meaning: W, parse: Parser[T]) -> Parser[T | W]:
+    """The parser's values, and one word that stands for a value of its own."""
+
+    def accepts(value: T | W) -> bool:
+        return value == meaning or parse.accepts(cast(T, value))
+
+    def show(value: T | W) -> str:
+        return word if value == meaning else parse.show(cast(T, value))
+
+    return Parser(
+        expected=f"{word} or {parse.expected}",
+        metavar=f"{word}|{parse.metavar}",
+        convert=lambda text: meaning if text == word else parse.convert(text),
+        accepts=accepts,
+        show=show,
+        is_switch=parse.is_switch,
+    )
+
+
+def whole_number(minimum: int, maximum: int | None = None) -> Parser[int]:
+    """A whole number in a closed range."""
+    return Parser(
+        expected=f"a whole number {_range(minimum, maximum)}",
+        metavar="N",
+        convert=int,
+        accepts=lambda value: value >= minimum and (maximum is None or value <= maximum),
+    )
+
+
+def number(minimum: float, maximum: float | None = None) -> Parser[float]:
+    """A finite number in a closed range."""
+    limit = math.inf if maximum is None else maximum
+    return Parser(
+        expected=f"a number {_range(minimum, maximum)}",
+        metavar="X",
+        convert=float,
+        accepts=lambda value: math.isfinite(value) and minimum <= value <= limit,
+        show=lambda value: f"{value:g}",
+    )
+
+
+def choice(*words: str) -> Parser[str]:
+    """One of a few words."""
+    return Parser(
+        expected=f"one of {', '.join(words)}",
+        metavar="|".join(words),
+        convert=str,
+        accepts=lambda value: value in words,
+    )
+
+
+def _range(minimum: float, maximum: float | None) -> str:
+    return f"from {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+
+def _to_bool(text: str) -> bool:
+    words = {"0": False, "false": False, "1": True, "true": True}
+    if text.lower() not in words:
+        raise ValueError(f"{text!r} is neither 0 nor 1")
+    return words[text.lower()]
+
+
+def _to_path(text: str) -> Path:
+    if not text:
+        raise ValueError("an empty path")
+    return Path(text).expanduser()
+
+
+boolean: Parser[bool] = Parser(
+    expected="0, 1, false or true",
+    metavar="0|1",
+    convert=_to_bool,
+    accepts=lambda _value: True,
+    show=lambda value: str(int(value)),
+    is_switch=True,
+)
+
+file_path: Parser[Path] = Parser(
+    expected="the path of a file", metavar="PATH", convert=_to_path, accepts=lambda _value: True
+)
+
+device_name: Parser[str] = Parser(
+    expected="auto, host or cuda:N",
+    metavar="auto|host|cuda:N",
+    convert=str,
+    accepts=lambda value: re.fullmatch(r"auto|host|cuda:[0-9]+", value) is not None,
+)
+
+auto_or_count = or_word("auto", 0, whole_number(1))
+auto_or_boolean = or_word("auto", None, boolean)
+embedded_or_path = or_word("embedded", None, file_path)
