@@ -1,0 +1,152 @@
+"""Capture and replay of a stream's work, on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from strata_cli.engine.device.base import Device, Stream, empty
+from strata_cli.engine.device.transfer import download, upload
+from strata_cli.errors import DeviceError
+from tests.device.gates import held
+from tests.device.kernels import affine
+
+
+def test_captured_work_runs_at_replay_and_only_then(device: Device, stream: Stream) -> None:
+    x, y = empty(device, (5,), np.int64), empty(device, (5,), np.int64)
+    upload(device, stream, x, np.ones(5, np.int64))
+    stream.fill(y, 0)
+    with stream.capture() as graph:
+        affine(stream, x, 3, 1)
+        stream.copy(y, x)
+        affine(stream, x, 2, 0)
+    assert (download(device, stream, x) == 1).all()
+    stream.replay(graph)
+    assert (download(device, stream, x) == 8).all()
+    stream.replay(graph)
+    stream.replay(graph)
+    assert (download(device, stream, x) == 302).all()
+    assert (download(device, stream, y) == 151).all()
+
+
+def test_replay_reads_what_the_memory_holds_then(device: Device, stream: Stream) -> None:
+    x = empty(device, (1,), np.int64)
+    with stream.capture() as graph:
+        affine(stream, x, 10, 0)
+    for value in (1, 7, -3):
+        upload(device, stream, x, np.array([value]))
+        stream.replay(graph)
+        assert download(device, stream, x) == value * 10
+
+
+def test_replay_is_in_order_with_other_work(device: Device, stream: Stream) -> None:
+    x = empty(device, (1,), np.int64)
+    upload(device, stream, x, np.array([1]))
+    with stream.capture() as graph:
+        affine(stream, x, 3, 0)
+    with held(stream):
+        for term in range(5):
+            affine(stream, x, 1, term)
+            stream.replay(graph)
+    expected = 1
+    for term in range(5):
+        expected = (expected + term) * 3
+    assert download(device, stream, x) == expected
+
+
+def test_a_graph_runs_on_any_stream(device: Device, stream: Stream) -> None:
+    x, other = empty(device, (1,), np.int64), device.stream("other")
+    upload(device, stream, x, np.array([5]))
+    with stream.capture() as graph:
+        affine(stream, x, 2, 2)
+    other.replay(graph)
+    assert download(device, other, x) == 12
+
+
+def test_fills_and_calls_are_captured(device: Device, stream: Stream) -> None:
+    x, calls = empty(device, (3,), np.uint8), []
+    with stream.capture() as graph:
+        stream.fill(x, 7)
+        stream.call(lambda: calls.append(1))
+    stream.synchronize()
+    assert not calls
+    for _ in range(3):
+        stream.replay(graph)
+    assert (download(device, stream, x) == 7).all()
+    assert len(calls) == 3
+
+
+def test_a_failure_inside_a_graph_is_sticky(device: Device, stream: Stream) -> None:
+    def fail() -> None:
+        raise ValueError("planted")
+
+    with stream.capture() as graph:
+        stream.call(fail)
+    stream.replay(graph)
+    with pytest.raises(DeviceError, match="planted"):
+        stream.synchronize()
+
+
+def test_only_work_can_be_captured(device: Device, stream: Stream) -> None:
+    with stream.capture() as graph:
+        pass
+    event = device.event()
+    uses: list[Callable[[], object]] = [
+        stream.synchronize,
+        lambda: stream.record(event),
+        lambda: stream.wait(event),
+        lambda: stream.replay(graph),
+        lambda: stream.capture().__enter__(),
+    ]
+    for use in uses:
+        with stream.capture(), pytest.raises(DeviceError, match="captur"):
+            use()
+    stream.synchronize()
+
+
+def test_an_error_inside_the_block_leaves_the_stream_usable(device: Device, stream: Stream) -> None:
+    x = empty(device, (1,), np.int64)
+    upload(device, stream, x, np.array([1]))
+
+    def capture_and_fail() -> None:
+        with stream.capture():
+            affine(stream, x, 100, 0)
+            raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        capture_and_fail()
+    affine(stream, x, 1, 1)
+    assert download(device, stream, x) == 2
+
+
+def test_an_empty_graph_replays(device: Device, stream: Stream) -> None:
+    with stream.capture() as graph:
+        pass
+    stream.replay(graph)
+    stream.synchronize()
+
+
+def test_a_closed_graph_is_refused(device: Device, stream: Stream) -> None:
+    with stream.capture() as graph:
+        stream.call(lambda: None)
+    graph.close()
+    graph.close()
+    with pytest.raises(DeviceError, match="closed"):
+        stream.replay(graph)
+
+
+def test_another_thread_may_allocate_while_a_stream_captures(
+    device: Device, stream: Stream
+) -> None:
+    """Loading and serving threads go on while decode captures its graphs."""
+    x, other = empty(device, (4,), np.int64), device.stream("copy")
+    with stream.capture() as graph:
+        affine(stream, x, 0, 1)
+        y = empty(device, (4,), np.int64)
+        other.fill(y, 0)
+        other.synchronize()
+        assert (download(device, other, y) == 0).all()
+    stream.replay(graph)
+    assert (download(device, stream, x) == 1).all()

@@ -1,0 +1,199 @@
+"""What only the host device promises: locked pages, split launches, sleeping threads."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strata_cli.engine.device import host_memory, open_device
+from strata_cli.engine.device.base import Kernel, Launch, empty
+from strata_cli.engine.device.host import HostDevice
+from strata_cli.engine.device.host_workers import WorkerPool
+from strata_cli.errors import ConfigError, DeviceError
+from tests.device.gates import PATIENCE_S, standing_at
+
+
+@pytest.fixture
+def host() -> Iterator[HostDevice]:
+    with HostDevice(4) as device:
+        yield device
+
+
+def locked_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"VmLck:\s+(\d+) kB", status)
+    assert found
+    return int(found[1])
+
+
+def test_pinned_memory_is_page_locked(host: HostDevice) -> None:
+    before = locked_kib()
+    buffer = host.allocate_pinned(1 << 20)
+    assert locked_kib() - before >= 1024
+    buffer.close()
+    assert locked_kib() == before
+
+
+def test_memory_that_cannot_be_locked_is_said_once(
+    host: HostDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusing = SimpleNamespace(mlock=lambda *_: -1)
+    monkeypatch.setattr(host_memory, "_libc", refusing)
+    monkeypatch.setattr(host_memory._Warned, "unlocked", False)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            data = host.allocate_pinned(4_096).host_bytes
+            assert data is not None
+            data[:] = 1
+    assert len(caplog.records) == 1
+    for part in ("RLIMIT_MEMLOCK", "4096 bytes", "ulimit -l"):
+        assert part in caplog.text
+
+
+@given(items=st.integers(1, 300), chunks=st.integers(1, 40), threads=st.integers(1, 5))
+def test_every_item_is_computed_once(items: int, chunks: int, threads: int) -> None:
+    counts = np.zeros(items, np.int64)
+
+    def body(begin: int, end: int, /, *args: object) -> None:
+        counts[begin:end] += 1
+
+    pool = WorkerPool(threads)
+    try:
+        pool.run(body, items, min(chunks, items), ())
+    finally:
+        pool.close()
+    assert (counts == 1).all()
+
+
+def test_chunks_run_on_several_threads_at_once(host: HostDevice) -> None:
+    meeting = threading.Barrier(2, timeout=PATIENCE_S)
+
+    def body(begin: int, end: int, /, *args: object) -> None:
+        if begin == 0 or end == 2:
+            meeting.wait()
+
+    stream = host.stream("compute")
+    stream.launch(Kernel("meet", body, body), Launch(items=2))
+    stream.synchronize()
+
+
+def test_small_launches_stay_on_the_thread_of_the_stream(host: HostDevice) -> None:
+    seen: list[tuple[int, int, str]] = []
+
+    def body(begin: int, end: int, /, *args: object) -> None:
+        seen.append((begin, end, threading.current_thread().name))
+
+    stream = host.stream("compute")
+    stream.launch(Kernel("small", body, body), Launch(items=100, grain=51))
+    stream.synchronize()
+    assert seen == [(0, 100, "strata-compute")]
+
+
+def test_a_failed_chunk_fails_the_launch(host: HostDevice) -> None:
+    def body(begin: int, end: int, /, *args: object) -> None:
+        if begin <= 60 < end:
+            raise FloatingPointError("item 60")
+
+    stream = host.stream("compute")
+    stream.launch(Kernel("broken", body, body), Launch(items=100))
+    with pytest.raises(DeviceError, match=r"compute.*broken.*item 60") as caught:
+        stream.synchronize()
+    assert isinstance(caught.value.__cause__, FloatingPointError)
+
+
+def test_a_failure_inside_a_graph_names_the_kernel(host: HostDevice) -> None:
+    def body(begin: int, end: int, /, *args: object) -> None:
+        raise ValueError("planted")
+
+    stream = host.stream("compute")
+    with stream.capture() as graph:
+        stream.call(lambda: None)
+        stream.launch(Kernel("culprit", body, body), Launch(items=1))
+    stream.replay(graph)
+    with pytest.raises(DeviceError, match="culprit"):
+        stream.synchronize()
+
+
+def test_closing_drops_what_has_not_begun(host: HostDevice) -> None:
+    stream, other, event = host.stream("compute"), host.stream("copy"), host.event()
+    gate, ran = threading.Event(), []
+    stream.call(standing_at(gate))
+    stream.call(lambda: ran.append(1))
+    stream.record(event)
+    other.wait(event)
+    stream.stop()
+    gate.set()
+    stream.close()
+    assert not ran
+    with pytest.raises(DeviceError, match="closed before"):
+        event.synchronize()
+    with pytest.raises(DeviceError, match="closed before"):
+        other.synchronize()
+
+
+def test_closing_ends_every_thread() -> None:
+    before = set(threading.enumerate())
+    device = HostDevice(3)
+    for name in ("a", "b"):
+        device.stream(name)
+    assert len(set(threading.enumerate()) - before) == 4
+    device.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_an_idle_device_uses_no_processor_time(host: HostDevice) -> None:
+    gate = threading.Event()
+    stream, other, event = host.stream("compute"), host.stream("copy"), host.event()
+    stream.call(standing_at(gate))
+    stream.record(event)
+    other.wait(event)
+    used = time.process_time()
+    threading.Event().wait(0.2)
+    assert time.process_time() - used < 0.05
+    gate.set()
+    host.synchronize()
+
+
+def test_a_kernel_sees_scalars_and_shaped_arrays(host: HostDevice) -> None:
+    seen: list[object] = []
+
+    def body(begin: int, end: int, /, *args: object) -> None:
+        seen.extend(args)
+
+    x = empty(host, (2, 3), np.float32)
+    stream = host.stream("compute")
+    stream.launch(Kernel("look", body, body), Launch(items=1), x, 5, 0.5)
+    stream.synchronize()
+    array, *scalars = seen
+    assert isinstance(array, np.ndarray)
+    assert array.shape == (2, 3)
+    assert array.dtype == np.float32
+    assert array.flags.c_contiguous
+    assert array.ctypes.data == x.address
+    assert scalars == [5, 0.5]
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "cuda", "cuda:", "cuda:x", "HOST", "cuda:0 "])
+def test_unknown_device_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(repr(name))):
+        open_device(name)
+
+
+def test_negative_thread_counts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="-1"):
+        open_device("host", threads=-1)
+
+
+def test_auto_opens_some_device() -> None:
+    with open_device("auto") as device:
+        assert device.name == "host" or device.name.startswith("cuda:")
