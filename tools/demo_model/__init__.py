@@ -1,0 +1,1 @@
+"""Recipe of the embedded demo model: data, training, export and evaluation (see README.md)."""
