@@ -36,3 +36,11 @@ def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     from numba.extending import intrinsic as numba_intrinsic
 
     return cast(Callable[..., Any], numba_intrinsic(function))
+
+
+def c_function(signature: Any, function: Callable[..., Any]) -> Any:
+    """Compile now, or load from the disk cache, as a C function; ``.address`` is its entry.
+
+    The caller keeps the result alive as long as the address is in use.
+    """
+    return numba.cfunc(signature, nopython=True, cache=True, error_model="numpy")(function)

@@ -1,0 +1,83 @@
+"""Token embedding: one decoded table row per token, the same in every residual stream."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
+from strata_cli.engine.kernels.dequant import Dequantizer, copy_decoded, dequantizer
+from strata_cli.engine.kernels.jit import nogil_jit
+from strata_cli.engine.kernels.weight import Weight
+from strata_cli.engine.model.quants import QuantType, dequantize, row_bytes
+from strata_cli.errors import ShapeError
+
+_GRAIN_WEIGHTS = 65_536
+
+
+@nogil_jit
+def _embed_items(
+    begin: int,
+    end: int,
+    ids: NDArray[np.int32],
+    table: int,
+    nbytes: int,
+    decoder: Dequantizer,
+    x: NDArray[np.float32],
+) -> None:
+    streams, width = x.shape[1], x.shape[2]
+    for t in range(begin, end):
+        row = table + np.int64(ids[t]) * nbytes
+        for s in range(streams):
+            copy_decoded(decoder, row, x.ctypes.data + (t * streams + s) * width * 4, width)
+
+
+def _embed_host(
+    begin: int,
+    end: int,
+    ids: NDArray[np.int32],
+    table: NDArray[np.uint8],
+    x: NDArray[np.float32],
+    qtype: int,
+) -> None:
+    nbytes = row_bytes(QuantType(qtype), x.shape[2])
+    _embed_items(begin, end, ids, table.ctypes.data, nbytes, dequantizer(qtype), x)
+
+
+def _embed_reference(
+    ids: NDArray[np.int32], table: NDArray[np.uint8], qtype: QuantType, streams: int, width: int
+) -> NDArray[np.float32]:
+    """The rows of the ids, decoded and repeated: [T, S, D]."""
+    packed = table.reshape(-1, row_bytes(qtype, width))[ids]
+    return np.repeat(dequantize(qtype, packed, width)[:, None, :], streams, axis=1)
+
+
+EMBED_STREAMS = Kernel("embed_streams", _embed_host, _embed_reference)
+
+
+def embed_streams(stream: Stream, ids: Tensor, table: Weight, x: Tensor) -> None:
+    """Enqueue x[t, s] = decoded table row ids[t], for every stream s.
+
+    Args:
+        stream: where it runs.
+        ids: token ids, int32 [T], each 0 <= id < V (not checked here).
+        table: V rows of D quantized weights.
+        x: residual streams, float32 [T, S, D], overwritten.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    if ids.dtype != np.int32 or x.dtype != np.float32:
+        raise ShapeError(
+            f"embed_streams: expected int32 ids, float32 x; got {ids.dtype}, {x.dtype}"
+        )
+    if len(ids.shape) != 1 or len(x.shape) != 3 or x.shape[::2] != (ids.shape[0], table.cols):
+        raise ShapeError(
+            f"embed_streams: {list(ids.shape)} ids and rows of {table.cols} "
+            f"do not make x of {list(x.shape)}"
+        )
+    if ids.shape[0] == 0:
+        return
+    grain = max(1, _GRAIN_WEIGHTS // (x.shape[1] * x.shape[2]))
+    launch = Launch(items=ids.shape[0], grain=grain)
+    stream.launch(EMBED_STREAMS, launch, ids, table.data, x, int(table.qtype))
