@@ -169,12 +169,18 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
     """STRATA_* variables that name no setting, each with the nearest real one."""
-    known = {variable_of(name) for name in ("config", *field_names())}
-    return {
-        name: nearest(name, sorted(known))
-        for name in sorted(environ)
-        if name.startswith(PREFIX) and name not in known and not name.startswith(TEST_PREFIX)
-    }
+    names = ("config", *field_names())
+    known = {variable_of(name) for name in names}
+    unknown = [
+        variable
+        for variable in sorted(environ)
+        if variable.startswith(PREFIX)
+        and variable not in known
+        and not variable.startswith(TEST_PREFIX)
+    ]
+    # Compared without the prefix, which would make every two names look alike.
+    close = {variable: nearest(variable[len(PREFIX) :].lower(), names) for variable in unknown}
+    return {variable: name and variable_of(name) for variable, name in close.items()}
 
 
 def read_config_file(path: Path) -> dict[str, Given]:

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata_cli.config import StrataConfig, field_names, parser_of, unknown_variables
+from strata_cli.errors import ConfigError
+
+DEFAULTS = StrataConfig()
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return tmp_path / "strata.toml"
+
+
+def test_flag_beats_variable_beats_file_beats_default(config_file: Path) -> None:
+    config_file.write_text("seed = 1\nthreads = 1\nprefill = 64\n")
+    environ = {"STRATA_CONFIG": str(config_file), "STRATA_SEED": "2", "STRATA_THREADS": "2"}
+    config = StrataConfig.load({"seed": "3", "threads": None}, environ)
+    assert (config.seed, config.threads, config.prefill) == (3, 2, 64)
+    assert config.max_context == DEFAULTS.max_context
+
+
+def test_the_flag_names_the_file_before_the_variable_does(config_file: Path) -> None:
+    config_file.write_text("seed = 7\n")
+    environ = {"STRATA_CONFIG": str(config_file.with_name("absent.toml"))}
+    assert StrataConfig.load({"config": str(config_file)}, environ).seed == 7
+
+
+@pytest.mark.parametrize("name", field_names())
+def test_every_default_has_a_spelling_that_gives_it_back(name: str) -> None:
+    spec = next(spec for spec in fields(StrataConfig) if spec.name == name)
+    text = parser_of(spec).show(spec.default)
+    assert StrataConfig.load({name: text}, {}) == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("threads", "auto", 0),
+        ("threads", "0", 0),
+        ("max_context", "4096", 4096),
+        ("model", "embedded", None),
+        ("model", "a/b.gguf", Path("a/b.gguf")),
+        ("device", "cuda:1", "cuda:1"),
+        ("state_hash", "1", True),
+        ("state_hash", "FALSE", False),
+        ("deterministic", "auto", None),
+        ("deterministic", "true", True),
+        ("deterministic", "0", False),
+        ("temperature", "0.7", 0.7),
+        ("top_p", "1", 1.0),
+        ("seed", "18446744073709551615", 2**64 - 1),
+    ],
+)
+def test_text_becomes_a_typed_value(name: str, text: str, value: Any) -> None:
+    config = StrataConfig.load({}, {f"STRATA_{name.upper()}": text})
+    assert getattr(config, name) == value
+    assert type(getattr(config, name)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("threads", "many", "auto or a whole number from 1"),
+        ("prefill", "-64", "auto or a whole number from 1"),
+        ("max_context", "4k", "auto or a whole number from 1"),
+        ("device", "cuda", "auto, host or cuda:N"),
+        ("device", "cuda:1x", "auto, host or cuda:N"),
+        ("model", "", "embedded or the path of a file"),
+        ("state_hash", "maybe", "0, 1, false or true"),
+        ("state_hash", "", "0, 1, false or true"),
+        ("deterministic", "2", "auto or 0, 1, false or true"),
+        ("temperature", "nan", "a number from 0"),
+        ("temperature", "inf", "a number from 0"),
+        ("top_p", "1.01", "a number from 0 to 1"),
+        ("top_k", "1.5", "a whole number from 0"),
+        ("seed", "18446744073709551616", "a whole number from 0 to 18446744073709551615"),
+        ("log_level", "loud", "one of debug, info, warning, error"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_origin_and_the_expected_form(
+    name: str, text: str, expected: str, config_file: Path
+) -> None:
+    config_file.write_text(f'{name} = "{text}"\n')
+    origins: list[tuple[str, dict[str, str], dict[str, str]]] = [
+        (f"--{name.replace('_', '-')}", {name: text}, {}),
+        (f"STRATA_{name.upper()}", {}, {f"STRATA_{name.upper()}": text}),
+        (f"{name} in {config_file}", {"config": str(config_file)}, {}),
+    ]
+    for origin, flags, environ in origins:
+        with pytest.raises(ConfigError) as caught:
+            StrataConfig.load(flags, environ)
+        assert caught.value.message == f"{origin} must be {expected}, got {text!r}"
+        assert "default" in caught.value.hint
+        assert caught.value.exit_code == 2
+
+
+def test_a_file_holds_numbers_switches_and_words(config_file: Path) -> None:
+    config_file.write_text('state_hash = true\ntop_p = 0.5\nthreads = "auto"\nprefill = 192\n')
+    config = StrataConfig.load({"config": str(config_file)}, {})
+    assert (config.state_hash, config.top_p, config.threads, config.prefill) == (True, 0.5, 0, 192)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_contexts = 1\n", "unknown key max_contexts"),
+        ("max-context = 1\n", "unknown key max-context"),
+        ("[engine]\nthreads = 1\n", "unknown key engine"),
+        ("threads = [1]\n", "threads in .* must be one plain value, got \\[1\\]"),
+        ("threads = 1\nthreads = 2\n", "is not valid TOML"),
+        ("threads\n", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_an_error_that_names_it(text: str, message: str, config_file: Path) -> None:
+    config_file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        StrataConfig.load({"config": str(config_file)}, {})
+    assert str(config_file) in caught.value.message
+
+
+def test_an_unknown_key_is_answered_with_the_nearest_or_with_all(config_file: Path) -> None:
+    config_file.write_text("max_contex = 1\n")
+    with pytest.raises(ConfigError) as near:
+        StrataConfig.load({"config": str(config_file)}, {})
+    assert near.value.hint == "did you mean max_context?"
+    config_file.write_text("zzz = 1\n")
+    with pytest.raises(ConfigError) as far:
+        StrataConfig.load({"config": str(config_file)}, {})
+    assert all(name in far.value.hint for name in field_names())
+
+
+@pytest.mark.parametrize("make", ["absent", "directory", "latin1"])
+def test_a_file_that_cannot_be_read_is_a_config_error(make: str, config_file: Path) -> None:
+    if make == "directory":
+        config_file.mkdir()
+    elif make == "latin1":
+        config_file.write_bytes('model = "é"\n'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=str(config_file)):
+        StrataConfig.load({}, {"STRATA_CONFIG": str(config_file)})
+
+
+def test_unknown_variables_are_found_with_the_nearest_real_one() -> None:
+    environ = {
+        "STRATA_TEMPERATUR": "1",
+        "STRATA_QQQQ": "1",
+        "STRATA_SEED": "1",
+        "STRATA_CONFIG": "f",
+        "STRATA_TEST_MODEL": "m",
+        "HOME": "/",
+    }
+    assert unknown_variables(environ) == {
+        "STRATA_QQQQ": None,
+        "STRATA_TEMPERATUR": "STRATA_TEMPERATURE",
+    }
+
+
+def test_a_config_is_checked_however_it_is_made_and_never_changes() -> None:
+    with pytest.raises(ConfigError, match="top_p must be a number from 0 to 1, got 2"):
+        StrataConfig(top_p=2.0)
+    with pytest.raises(FrozenInstanceError):
+        DEFAULTS.seed = 1  # type: ignore[misc]  # that it fails is the point
