@@ -1,0 +1,297 @@
+"""Mixture of experts around the expert products: routing, ordering, activation, combination.
+
+T tokens, E experts, k experts per token, P = T * k (token, expert) pairs, D hidden size, F expert
+width. Source: qwen4exp MoE; ties and orders are this project's: lower id first, ranks in order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
+from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
+from strata_cli.engine.kernels.math32 import exp32, fma, sigmoid32, silu32
+from strata_cli.engine.kernels.reduce import max16, sum16
+from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.errors import ShapeError
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+F32 = np.float32
+I32 = np.int32
+
+MIN_WEIGHT_SUM = F32(2.0**-14)  # the router weights' sum is clamped from below by this
+LOWEST = F32(-np.inf)
+
+
+class Routing(NamedTuple):
+    """Each token's experts, best first: ids int32 [T, k] and weights float32 [T, k]."""
+
+    ids: Ints
+    weights: Floats
+
+
+class ExpertOrder(NamedTuple):
+    """Pairs sorted by expert, as order_by_expert writes them."""
+
+    expert_start: Ints
+    row_of: Ints
+    pair_of: Ints
+
+
+def route(stream: Stream, logits: Tensor, ids: Tensor, weights: Tensor) -> None:
+    """Pick each token's experts and their mixing weights.
+
+    Softmax over all experts; the k most probable, equal ones by lower id; their probabilities
+    divided by their sum, clamped from below at 2**-14. A logit that is not a number counts as the
+    smallest, so ids are always valid and distinct; the token's weights then are not numbers.
+
+    Args:
+        stream: enqueues here.
+        logits: router output, float32 [T, E].
+        ids: int32 [T, k], overwritten, best first.
+        weights: float32 [T, k], overwritten.
+
+    Raises:
+        ShapeError: an argument has another shape or type, or k is not in 1..E.
+    """
+    expect_rank("route logits", logits, 2)
+    expect_rank("route ids", ids, 2)
+    (num_tokens, num_experts), top_k = logits.shape, ids.shape[1]
+    if not 1 <= top_k <= num_experts:
+        raise ShapeError(f"route: cannot choose {top_k} of {num_experts} experts per token")
+    expect("route logits", logits, logits.shape)
+    expect("route ids", ids, (num_tokens, top_k), I32)
+    expect("route weights", weights, (num_tokens, top_k))
+    stream.launch(
+        ROUTE, Launch(items=num_tokens, grain=grain(4 * num_experts)), logits, ids, weights
+    )
+
+
+def order_by_expert(
+    stream: Stream, ids: Tensor, expert_start: Tensor, row_of: Tensor, pair_of: Tensor
+) -> None:
+    """Sort the (token, rank) pairs by expert, then token, then rank.
+
+    Args:
+        stream: enqueues here.
+        ids: int32 [T, k], each in 0..E-1.
+        expert_start: int32 [E + 1], overwritten: expert e has pairs start[e] .. start[e + 1].
+        row_of: int32 [T * k], overwritten: the token of each sorted pair.
+        pair_of: int32 [T, k], overwritten: where each (token, rank) went.
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    expect_rank("order_by_expert ids", ids, 2)
+    expect_rank("order_by_expert expert_start", expert_start, 1)
+    expect("order_by_expert ids", ids, ids.shape, I32)
+    expect("order_by_expert expert_start", expert_start, expert_start.shape, I32)
+    expect("order_by_expert row_of", row_of, (ids.size,), I32)
+    expect("order_by_expert pair_of", pair_of, ids.shape, I32)
+    stream.launch(ORDER_BY_EXPERT, Launch(items=1), ids, expert_start, row_of, pair_of)
+
+
+def swiglu(stream: Stream, gate: Tensor, up: Tensor, out: Tensor) -> None:
+    """Gated activation: silu(gate) * up.
+
+    Args:
+        stream: enqueues here.
+        gate: float32 [P, F].
+        up: float32 [P, F].
+        out: float32 [P, F], overwritten; may be gate or up itself.
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    expect_rank("swiglu gate", gate, 2)
+    for name, tensor in (("gate", gate), ("up", up), ("out", out)):
+        expect(f"swiglu {name}", tensor, gate.shape)
+    launch = Launch(items=gate.shape[0], grain=grain(gate.shape[1]))
+    stream.launch(SWIGLU, launch, gate, up, out)
+
+
+def combine(
+    stream: Stream,
+    expert_out: Tensor,
+    pair_of: Tensor,
+    weights: Tensor,
+    shared_out: Tensor,
+    shared_logit: Tensor,
+    out: Tensor,
+) -> None:
+    """Sum a token's experts in rank order, then add the gated shared expert.
+
+    Args:
+        stream: enqueues here.
+        expert_out: float32 [T * k, D], a row per sorted pair.
+        pair_of: int32 [T, k], from order_by_expert.
+        weights: float32 [T, k], from route.
+        shared_out: float32 [T, D].
+        shared_logit: float32 [T, 1], the shared expert's gate before the sigmoid.
+        out: float32 [T, D], overwritten.
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    expect_rank("combine pair_of", pair_of, 2)
+    expect_rank("combine out", out, 2)
+    (num_tokens, top_k), size = pair_of.shape, out.shape[1]
+    expect("combine expert_out", expert_out, (num_tokens * top_k, size))
+    expect("combine pair_of", pair_of, pair_of.shape, I32)
+    expect("combine weights", weights, pair_of.shape)
+    expect("combine shared_out", shared_out, (num_tokens, size))
+    expect("combine shared_logit", shared_logit, (num_tokens, 1))
+    expect("combine out", out, (num_tokens, size))
+    launch = Launch(items=num_tokens, grain=grain((top_k + 1) * size))
+    stream.launch(COMBINE, launch, expert_out, pair_of, weights, shared_out, shared_logit, out)
+
+
+@inline_jit
+def _choose(logits: Floats, token: int, ids: Ints, best: Floats) -> None:
+    """Keep the largest logits of a token, and their ids, sorted; a later equal one stays behind.
+
+    Chooses by logit: it orders as the probabilities do, before any rounding.
+    """
+    top_k = ids.shape[1]
+    for e in range(logits.shape[1]):
+        score = logits[token, e]
+        if not score > LOWEST:
+            score = LOWEST
+        place = min(e, top_k)
+        while place > 0 and score > best[token, place - 1]:
+            if place < top_k:
+                best[token, place] = best[token, place - 1]
+                ids[token, place] = ids[token, place - 1]
+            place -= 1
+        if place < top_k:
+            best[token, place] = score
+            ids[token, place] = e
+
+
+@nogil_jit
+def _route(begin: int, end: int, logits: Floats, ids: Ints, weights: Floats) -> None:
+    """Items: tokens."""
+    num_experts, top_k = logits.shape[1], ids.shape[1]
+    exps = np.empty(num_experts, F32)
+    for token in range(begin, end):
+        largest = max16(logits, token * num_experts, num_experts)
+        for e in range(num_experts):
+            exps[e] = exp32(F32(logits[token, e] - largest))
+        total = sum16(exps, 0, num_experts)
+        _choose(logits, token, ids, weights)
+        weight_sum = F32(0.0)
+        for rank in range(top_k):
+            weights[token, rank] = F32(exps[ids[token, rank]] / total)
+            weight_sum = F32(weight_sum + weights[token, rank])
+        weight_sum = MIN_WEIGHT_SUM if weight_sum < MIN_WEIGHT_SUM else weight_sum
+        for rank in range(top_k):
+            weights[token, rank] = F32(weights[token, rank] / weight_sum)
+
+
+@nogil_jit
+def _order_by_expert(
+    begin: int, end: int, ids: Ints, expert_start: Ints, row_of: Ints, pair_of: Ints
+) -> None:
+    """One item: a stable counting sort, sequential."""
+    for _ in range(begin, end):
+        for e in range(expert_start.shape[0]):
+            expert_start[e] = 0
+        for token in range(ids.shape[0]):
+            for rank in range(ids.shape[1]):
+                expert_start[ids[token, rank] + 1] += 1
+        for e in range(1, expert_start.shape[0]):
+            expert_start[e] += expert_start[e - 1]
+        # Placing advances each start to the next expert's; the shift below undoes that.
+        for token in range(ids.shape[0]):
+            for rank in range(ids.shape[1]):
+                pair = expert_start[ids[token, rank]]
+                expert_start[ids[token, rank]] = pair + 1
+                row_of[pair] = token
+                pair_of[token, rank] = pair
+        for e in range(expert_start.shape[0] - 1, 0, -1):
+            expert_start[e] = expert_start[e - 1]
+        expert_start[0] = 0
+
+
+@nogil_jit
+def _swiglu(begin: int, end: int, gate: Floats, up: Floats, out: Floats) -> None:
+    """Items: rows. The row of scratch keeps the loop vectorised when out is one of the inputs."""
+    scratch = np.empty(out.shape[1], F32)
+    for row in range(begin, end):
+        for f in range(out.shape[1]):
+            scratch[f] = F32(silu32(gate[row, f]) * up[row, f])
+        for f in range(out.shape[1]):
+            out[row, f] = scratch[f]
+
+
+@nogil_jit
+def _combine(
+    begin: int,
+    end: int,
+    expert_out: Floats,
+    pair_of: Ints,
+    weights: Floats,
+    shared_out: Floats,
+    shared_logit: Floats,
+    out: Floats,
+) -> None:
+    """Items: tokens."""
+    for token in range(begin, end):
+        for d in range(out.shape[1]):
+            out[token, d] = F32(0.0)
+        for rank in range(pair_of.shape[1]):
+            pair, weight = pair_of[token, rank], weights[token, rank]
+            for d in range(out.shape[1]):
+                out[token, d] = fma(weight, expert_out[pair, d], out[token, d])
+        weight = sigmoid32(shared_logit[token, 0])
+        for d in range(out.shape[1]):
+            out[token, d] = fma(weight, shared_out[token, d], out[token, d])
+
+
+def route_reference(logits: Floats, top_k: int) -> Routing:
+    """route in plain numpy: logits [T, E] -> ids and weights [T, k]."""
+    ids = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+    exps = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    chosen = np.take_along_axis(exps / exps.sum(axis=1, keepdims=True), ids, axis=1)
+    weights = chosen / np.maximum(chosen.sum(axis=1, keepdims=True), MIN_WEIGHT_SUM)
+    return Routing(ids.astype(I32), weights.astype(F32))
+
+
+def order_by_expert_reference(ids: Ints, num_experts: int) -> ExpertOrder:
+    """order_by_expert in plain numpy: ids [T, k]."""
+    order = np.argsort(ids.reshape(-1), kind="stable")
+    pair_of = np.empty(ids.size, I32)
+    pair_of[order] = np.arange(ids.size)
+    counts = np.bincount(ids.reshape(-1), minlength=num_experts)
+    expert_start = np.concatenate([[0], np.cumsum(counts)]).astype(I32)
+    return ExpertOrder(
+        expert_start, (order // ids.shape[1]).astype(I32), pair_of.reshape(ids.shape)
+    )
+
+
+def swiglu_reference(gate: Floats, up: Floats) -> Floats:
+    """swiglu in plain numpy: gate and up [P, F] -> [P, F]."""
+    wide = gate.astype(np.float64)
+    out: Floats = (wide / (1.0 + np.exp(-wide)) * up).astype(F32)
+    return out
+
+
+def combine_reference(
+    expert_out: Floats, pair_of: Ints, weights: Floats, shared_out: Floats, shared_logit: Floats
+) -> Floats:
+    """combine in plain numpy, arguments as combine's -> [T, D]."""
+    routed = (expert_out[pair_of].astype(np.float64) * weights[:, :, None]).sum(axis=1)
+    out: Floats = (routed + shared_out / (1.0 + np.exp(-shared_logit.astype(np.float64)))).astype(
+        F32
+    )
+    return out
+
+
+ROUTE = Kernel("route", _route, route_reference)
+ORDER_BY_EXPERT = Kernel("order_by_expert", _order_by_expert, order_by_expert_reference)
+SWIGLU = Kernel("swiglu", _swiglu, swiglu_reference)
+COMBINE = Kernel("combine", _combine, combine_reference)
