@@ -75,7 +75,7 @@ def parse_header(data: mmap.mmap, origin: str) -> Header:
     for index in range(num_keys):
         key = cursor.text(f"the name of metadata key {index}", 1, MAX_KEY_BYTES)
         if key in entries:
-            raise cursor.damaged(f"metadata key {key!r} appears twice")
+            raise cursor.damaged(f"metadata key {key[:80]!r} appears twice")
         entries[key] = _read_entry(cursor, key)
     metadata = Metadata(entries, origin)
     return Header(metadata, read_directory(cursor, num_tensors, _alignment(metadata)))
@@ -108,10 +108,10 @@ def _check_magic(cursor: Cursor) -> None:
 
 
 def _read_entry(cursor: Cursor, key: str) -> Entry:
-    what = f"the value of metadata key {key!r}"
+    what = f"the value of metadata key {key[:80]!r}"
     kind = _value_type(cursor, what)
     if kind is ValueType.ARRAY:
-        return _read_array(cursor, f"the array of metadata key {key!r}")
+        return _read_array(cursor, what)
     if kind is ValueType.STRING:
         text = cursor.text(what, 0, MAX_TEXT_BYTES)
         return Entry(kind, None, lambda: text)

@@ -68,7 +68,8 @@ def check_first_shard(path: Path, split: SplitInfo) -> None:
         )
     if split.shard != 0:
         raise ModelError(
-            f"{path} is shard {split.shard + 1} of {split.num_shards}; a model is opened by its first",
+            f"{path} is shard {split.shard + 1} of {split.num_shards}; "
+            "a model is opened by its first",
             hint=f"open {shard_paths(path, split)[0]}",
         )
     if int(match["number"]) != 1:
