@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from strata_cli.config import field_names, flag_of, variable_of
+from tools.generate_docs import PAGES, cli_page, settings_page, stale_pages, write_pages
+
+
+def test_every_setting_has_a_row_with_its_three_names() -> None:
+    rows = [line for line in settings_page().splitlines() if line.startswith("| `")]
+    assert len(rows) == len(field_names())
+    for name, row in zip(field_names(), rows, strict=True):
+        assert row.startswith(f"| `{name}` | `{flag_of(name)}` | `{variable_of(name)}` | ")
+
+
+def test_a_command_is_shown_with_arguments_options_and_text() -> None:
+    @click.command(help="Ask a thing.\n\n\b\nkept\nas is")
+    @click.argument("prompt", required=False)
+    @click.option("--allowed", metavar="TEXT", multiple=True, help="One of a|b.")
+    @click.option("--raw/--chat", default=None, help="Which form.")
+    def ask(prompt: str) -> None:
+        """Unused body."""
+
+    page = cli_page(click.Group("strata", commands={"ask": ask}))
+    assert (
+        "## strata ask\n\n```\nstrata ask [OPTIONS] [PROMPT]\n```\n\nAsk a thing.\n\nkept\n" in page
+    )
+    assert "| `--allowed` `TEXT` (repeatable) | One of a\\|b. |" in page
+    assert "| `--raw` / `--chat` | Which form. |" in page
+
+
+def test_pages_are_stale_when_missing_or_changed_and_fresh_when_written(tmp_path: Path) -> None:
+    assert stale_pages(tmp_path) == list(PAGES)
+    write_pages(tmp_path)
+    assert stale_pages(tmp_path) == []
+    (tmp_path / "settings.md").write_text("by hand")
+    assert stale_pages(tmp_path) == ["settings.md"]
