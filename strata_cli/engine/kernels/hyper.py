@@ -15,6 +15,7 @@ from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.math32 import fma, sigmoid32, silu32
 from strata_cli.engine.kernels.reduce import rms_scale
 from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.errors import ShapeError
 
 Floats = NDArray[np.float32]
 F32 = np.float32
@@ -85,6 +86,8 @@ def stream_mix(stream: Stream, gate: Tensor, normed: Tensor, out: Tensor) -> Non
     num_tokens, width = normed.shape
     size = out.shape[1]
     expect("stream_mix out", out, (num_tokens, size))
+    if width % size:
+        raise ShapeError(f"stream_mix: {width} columns are not whole streams of {size}")
     shape = (num_tokens, width // size, size)
     launch = Launch(items=num_tokens, grain=grain(width))
     stream.launch(STREAM_MIX, launch, gate.reshape(*shape), normed.reshape(*shape), out)

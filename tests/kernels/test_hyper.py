@@ -1,0 +1,132 @@
+"""Hyper-connection kernels against plain numpy, and that a token's bits are its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from strata_cli.engine.kernels.hyper import (
+    LOWRANK_SILU,
+    STREAM_MIX,
+    STREAM_NORM,
+    STREAM_WRITE,
+    lowrank_silu,
+    stream_mix,
+    stream_norm,
+    stream_write,
+)
+from strata_cli.errors import ShapeError
+from tests.kernels.lab import Lab, assert_close, normal
+
+Floats = NDArray[np.float32]
+EPS = 1e-6
+
+
+def run_norm(lab: Lab, x: Floats, weight: Floats) -> Floats:
+    out = lab.empty((len(x), weight.size))
+    stream_norm(lab.stream, lab.put(x), lab.put(weight), EPS, out)
+    return lab.get(out)
+
+
+def run_silu(lab: Lab, low: Floats, num_streams: int) -> Floats:
+    tensor = lab.put(low)
+    lowrank_silu(lab.stream, tensor, num_streams)
+    return lab.get(tensor)
+
+
+def run_mix(lab: Lab, gate: Floats, normed: Floats, num_streams: int) -> Floats:
+    out = lab.empty((len(gate), gate.shape[1] // num_streams))
+    stream_mix(lab.stream, lab.put(gate), lab.put(normed), out)
+    return lab.get(out)
+
+
+def run_write(lab: Lab, x: Floats, out: Floats, inject: Floats) -> Floats:
+    tensor = lab.put(x)
+    stream_write(lab.stream, tensor, lab.put(out), lab.put(inject))
+    return lab.get(tensor)
+
+
+SHAPES = {
+    "num_tokens": st.integers(1, 7),
+    "num_streams": st.integers(2, 5),
+    "size": st.integers(1, 70),
+    "seed": st.integers(0, 999),
+}
+
+
+@given(**SHAPES)
+@settings(max_examples=25)
+def test_every_kernel_agrees_with_numpy_at_odd_sizes(
+    lab: Lab, num_tokens: int, num_streams: int, size: int, seed: int
+) -> None:
+    x = normal(seed, num_tokens, num_streams, size, scale=3.0)
+    weight = normal(seed + 1, num_streams * size)
+    gate = normal(seed + 2, num_tokens, num_streams * size, scale=4.0)
+    normed = normal(seed + 3, num_tokens, num_streams * size)
+    out, inject = normal(seed + 4, num_tokens, size), normal(seed + 5, num_tokens, num_streams)
+    assert_close(run_norm(lab, x, weight), STREAM_NORM.reference(x, weight, EPS))
+    assert_close(run_silu(lab, gate, num_streams), LOWRANK_SILU.reference(gate, num_streams))
+    assert_close(
+        run_mix(lab, gate, normed, num_streams), STREAM_MIX.reference(gate, normed, num_streams)
+    )
+    assert_close(run_write(lab, x, out, inject), STREAM_WRITE.reference(x, out, inject))
+
+
+@given(**SHAPES, points=st.lists(st.floats(0, 1), max_size=4))
+@settings(max_examples=25)
+def test_bits_do_not_depend_on_cuts_neighbours_or_alignment(
+    host_lab: Lab, num_tokens: int, num_streams: int, size: int, seed: int, points: list[float]
+) -> None:
+    x = normal(seed, num_tokens, num_streams, size)
+    weight = normal(seed + 1, num_streams * size)
+    gate, normed = (normal(seed + i, num_tokens, num_streams * size) for i in (2, 3))
+    out, inject = normal(seed + 4, num_tokens, size), normal(seed + 5, num_tokens, num_streams)
+
+    def everything(lab: Lab, rows: slice) -> list[Floats]:
+        return [
+            run_norm(lab, x[rows], weight),
+            run_silu(lab, gate[rows], num_streams),
+            run_mix(lab, gate[rows], normed[rows], num_streams),
+            run_write(lab, x[rows], out[rows], inject[rows]),
+        ]
+
+    whole = everything(host_lab, slice(None))
+    for lab in (host_lab.cut(points), host_lab.skewed(4), host_lab.skewed(12)):
+        for same, expected in zip(everything(lab, slice(None)), whole, strict=True):
+            np.testing.assert_array_equal(same, expected)
+    last = slice(num_tokens - 1, None)
+    for alone, expected in zip(everything(host_lab, last), whole, strict=True):
+        np.testing.assert_array_equal(alone, expected[last])
+
+
+def test_a_stream_of_zeros_stays_zero(lab: Lab) -> None:
+    x = np.zeros((2, 3, 17), np.float32)
+    x[1, 2] = 1.0
+    normed = run_norm(lab, x, np.ones(51, np.float32))
+    assert not normed[0].any()
+    assert not normed[1, :34].any()
+    assert_close(normed[1, 34:], np.ones(17, np.float32))
+
+
+def test_large_launches_are_shared_by_threads_with_the_same_result(lab: Lab) -> None:
+    x, weight = normal(1, 300, 4, 256), normal(2, 1024)
+    gate = normal(3, 300, 1024)
+    normed = run_norm(lab, x, weight)
+    np.testing.assert_array_equal(normed[250:251], run_norm(lab, x[250:251], weight))
+    assert_close(normed, STREAM_NORM.reference(x, weight, EPS))
+    assert_close(run_mix(lab, gate, normed, 4), STREAM_MIX.reference(gate, normed, 4))
+
+
+def test_wrong_shapes_are_refused_by_name(lab: Lab) -> None:
+    x, flat = lab.empty((2, 3, 8)), lab.empty((2, 24))
+    with pytest.raises(ShapeError, match=r"weight: expected float32 \[24\], got float32 \[23\]"):
+        stream_norm(lab.stream, x, lab.empty((23,)), EPS, flat)
+    with pytest.raises(ShapeError, match="low: expected 2 extents"):
+        lowrank_silu(lab.stream, x, 3)
+    with pytest.raises(ShapeError, match="stream_mix"):
+        stream_mix(lab.stream, flat, flat, lab.empty((2, 7)))
+    with pytest.raises(ShapeError, match="inject: expected float32"):
+        stream_write(lab.stream, x, lab.empty((2, 8)), lab.empty((2, 3), np.int32))
