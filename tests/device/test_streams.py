@@ -74,9 +74,10 @@ def test_a_wait_is_for_the_latest_record_at_the_time_of_the_call(
 ) -> None:
     other, event = device.stream("copy"), device.event()
     stream.record(event)
-    other.wait(event)
-    with held(stream):
+    with held(stream), held(other) as gate:
+        other.wait(event)
         stream.record(event)
+        gate.set()
         other.synchronize()
         assert not event.query()
     event.synchronize()
