@@ -1,4 +1,4 @@
-"""Where the reference models lie, and their expected values; see tests/fixtures/oracle/README.md."""
+"""Where the reference models and their expected values lie (tests/fixtures/oracle/README.md)."""
 
 from __future__ import annotations
 
