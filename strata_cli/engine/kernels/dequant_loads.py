@@ -99,3 +99,15 @@ def copy_floats(_typing: Any, _target: Any, _source: Any, _count: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 3), generate
+
+
+@intrinsic
+def address_of(_typing: Any, array: Any) -> Any:
+    """Address of an array's first element, as a signed integer (numba's own is unsigned, and a
+    signed and an unsigned integer make a float)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, ir.IntType(64))
+
+    return types.intp(array), generate

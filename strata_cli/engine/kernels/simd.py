@@ -1,9 +1,9 @@
 """The dot-product tile that every host matrix product is made of, written as LLVM vector code.
 
-A tile multiplies a few weight rows with a few activation rows. Each output has 16 lanes: lane ``l``
-adds ``w[k] * x[k]`` for ``k = l, l + 16, ...`` by fused multiply-add, the last partial group
-filled up with zeros; then lanes fold pairwise 16 -> 8 -> 4 -> 2 -> 1 (lane ``l`` with ``l + half``).
-How many outputs share a tile, and how many lanes a register holds, changes speed and never a bit.
+A tile multiplies a few weight rows with a few activation rows. Each output has 16 lanes: lane
+``l`` adds ``w[k] * x[k]`` for ``k = l, l + 16, ...`` by fused multiply-add, the last partial group
+filled up with zeros; then lanes fold pairwise 16 -> 8 -> 4 -> 2 -> 1 (``l`` with ``l + half``). How
+many outputs share a tile, and how many lanes a register holds, changes speed and never a bit.
 
 Compiled code hands over plain addresses (intp); nothing here checks bounds.
 """
@@ -61,6 +61,18 @@ def _row_pointers(builder: Any, base: Value, stride_bytes: Value, rows: int) -> 
     pointers = []
     for row in range(rows):
         address = builder.add(base, builder.mul(stride_bytes, ir.Constant(_I64, row)))
+        pointers.append(builder.inttoptr(address, _FLOAT.as_pointer()))
+    return pointers
+
+
+def _gathered_pointers(
+    builder: Any, base: Value, stride_bytes: Value, row_of: Value, count: int
+) -> list[Value]:
+    table = builder.inttoptr(row_of, _I32.as_pointer())
+    pointers = []
+    for i in range(count):
+        row = builder.sext(builder.load(builder.gep(table, [ir.Constant(_I64, i)])), _I64)
+        address = builder.add(base, builder.mul(row, stride_bytes))
         pointers.append(builder.inttoptr(address, _FLOAT.as_pointer()))
     return pointers
 
@@ -170,7 +182,7 @@ def _store_rows(builder: Any, packed: Value, out: Value, stride_bytes: Value, wi
 
 def make_tile(
     rows: int, tokens: int, registers: Registers | None = None
-) -> Callable[[int, int, int, int, int, int], None]:
+) -> Callable[[int, int, int, int, int, int, int, int], None]:
     """Build a tile intrinsic for compiled code.
 
     Args:
@@ -179,43 +191,54 @@ def make_tile(
         registers: how to cut the work; default: what suits the CPU compiled for.
 
     Returns:
-        ``tile(w, w_stride, x_rows, k, out, out_stride)``, strides in bytes: w is the address of
-        the first float32 weight row, x_rows the address of an int64 table of activation row
-        addresses; writes ``out[token, row]``.
+        ``tile(w, w_stride, x, x_stride, row_of, k, out, out_stride)``: addresses of the first
+        float32 weight row, of activation row 0, of an int32 table naming the activation rows, and
+        of the first output; strides in bytes. Writes ``out[token, row]``.
     """
 
     def tile(
-        _typing: Any, w: Any, _ws: Any, _x: Any, _k: Any, _out: Any, _os: Any
+        _typing: Any, _w: Any, _ws: Any, _x: Any, _xs: Any, _rows: Any, _k: Any, _out: Any, _os: Any
     ) -> tuple[Any, Any]:
-        del w
-
         def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            w, w_stride, x_table, k, out, out_stride = args
             cut = registers or choose_registers(context.codegen().magic_tuple()[2])
-            w_rows = _row_pointers(builder, w, w_stride, rows)
-            table = builder.inttoptr(x_table, _I64.as_pointer())
-            x_rows = [
-                builder.inttoptr(
-                    builder.load(builder.gep(table, [ir.Constant(_I64, token)])),
-                    _FLOAT.as_pointer(),
-                )
-                for token in range(tokens)
-            ]
-            sums: list[Value] = []
-            for first in range(0, tokens, cut.tokens):
-                passes = [
-                    _accumulate(
-                        builder, w_rows, x_rows[first : first + cut.tokens], k, lane, cut.lanes
-                    )
-                    for lane in range(0, LANES, cut.lanes)
-                ]
-                sums += [_join(builder, list(parts)) for parts in zip(*passes, strict=True)]
-            _store_rows(builder, _fold(builder, sums), out, out_stride, rows)
+            name = f"tile_{rows}x{tokens}_{cut.lanes}x{cut.tokens}"
+            function = builder.module.globals.get(name)
+            if function is None:
+                function = _outline(builder.module, name, len(args))
+                body = ir.IRBuilder(function.append_basic_block())
+                _emit_tile(body, function.args, rows, tokens, cut)
+                body.ret_void()
+            builder.call(function, args)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 6), generate
+        return types.void(*[types.intp] * 8), generate
 
     return intrinsic(tile)
+
+
+def _outline(module: Any, name: str, num_args: int) -> Any:
+    """A function of its own for a tile: inlined into a loop nest it takes three times as long to
+    compile and runs no faster."""
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * num_args)
+    function = ir.Function(module, kind, name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    return function
+
+
+def _emit_tile(builder: Any, args: Sequence[Value], rows: int, tokens: int, cut: Registers) -> None:
+    w, w_stride, x, x_stride, row_of, k, out, out_stride = args
+    w_rows = _row_pointers(builder, w, w_stride, rows)
+    x_rows = _gathered_pointers(builder, x, x_stride, row_of, tokens)
+    sums: list[Value] = []
+    for first in range(0, tokens, cut.tokens):
+        some = x_rows[first : first + cut.tokens]
+        passes = [
+            _accumulate(builder, w_rows, some, k, lane, cut.lanes)
+            for lane in range(0, LANES, cut.lanes)
+        ]
+        sums += [_join(builder, list(parts)) for parts in zip(*passes, strict=True)]
+    _store_rows(builder, _fold(builder, sums), out, out_stride, rows)
 
 
 tile_4x4 = make_tile(4, 4)
