@@ -51,3 +51,7 @@ class OutOfMemory(DeviceError):  # noqa: N818 - the field's word for it
 
 class ShapeError(StrataError):
     """An array handed to a kernel has the wrong shape or dtype."""
+
+
+class StateError(StrataError):
+    """A sequence or snapshot cannot be used the way it was asked to be."""

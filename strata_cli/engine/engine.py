@@ -1,0 +1,270 @@
+"""Engine and Sequence: the one public door to a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.decode.step import Decoder
+from strata_cli.engine.device import open_device
+from strata_cli.engine.device.base import Device, Stream
+from strata_cli.engine.forward.layers import Forward
+from strata_cli.engine.forward.rows import RowPort
+from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash, new_state
+from strata_cli.engine.forward.weights import load_weights
+from strata_cli.engine.forward.workspace import Workspace
+from strata_cli.engine.model.chat_template import ChatTemplate
+from strata_cli.engine.model.spec import ModelSpec
+from strata_cli.engine.model.tensors import load_model_file
+from strata_cli.engine.model.tokenizer import Tokenizer
+from strata_cli.engine.prefill.chunks import Wanted, prefill
+from strata_cli.errors import InputError, StateError
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+AUTO_CONTEXT_TOKENS = 32_768
+AUTO_PREFILL_TOKENS = 512
+LOGIT_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What shapes an engine.
+
+    Attributes:
+        model: GGUF file, or the first of its shards.
+        device: "auto", "host" or "cuda:N".
+        threads: host threads that compute, 0 = every core this process may use.
+        max_context: tokens a sequence may hold, 0 = the model's own, at most 32,768.
+        prefill: prompt chunk in tokens, 0 = 512.
+    """
+
+    model: Path
+    device: str = "auto"
+    threads: int = 0
+    max_context: int = 0
+    prefill: int = 0
+
+
+class Engine:
+    """A model on a device. Use from one thread; close() gives all memory back.
+
+    Attributes:
+        spec: the model's dimensions.
+        tokenizer: text to ids and back.
+        chat_template: the model's own, or None.
+        context_tokens: tokens a sequence may hold.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        device: Device,
+        stream: Stream,
+        forward: Forward,
+        port: RowPort,
+        context_tokens: int,
+        resources: ExitStack,
+    ) -> None:
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.context_tokens = context_tokens
+        self._device = device
+        self._stream = stream
+        self._forward = forward
+        self._port = port
+        self._resources = resources
+
+    @classmethod
+    def open(cls, options: EngineOptions, progress: Progress | None = None) -> Self:
+        """Load a model.
+
+        Args:
+            options: what to load, where, and how large.
+            progress: called with (bytes done, bytes in all) while weights load.
+
+        Raises:
+            ModelError: the file is missing, damaged or unsupported.
+            ConfigError: the device is not there.
+            OutOfMemory: the model does not fit.
+        """
+        with ExitStack() as resources:
+            model = resources.enter_context(load_model_file(options.model))
+            device = resources.enter_context(open_device(options.device, threads=options.threads))
+            context_tokens = _context_tokens(model.spec, options.max_context)
+            chunk_tokens = min(options.prefill or AUTO_PREFILL_TOKENS, context_tokens)
+            stream = device.stream("compute")
+            weights = load_weights(model, device, context_tokens, progress)
+            resources.callback(weights.close)
+            logit_rows = min(LOGIT_ROWS, chunk_tokens)
+            workspace = Workspace(model.spec, device, chunk_tokens, logit_rows)
+            resources.callback(workspace.close)
+            port = RowPort(device, stream, workspace)
+            resources.callback(port.close)
+            resources.callback(stream.close)
+            return cls(
+                spec=model.spec,
+                tokenizer=Tokenizer.from_metadata(model.metadata),
+                chat_template=ChatTemplate.from_metadata(model.metadata),
+                device=device,
+                stream=stream,
+                forward=Forward(model.spec, weights, workspace, stream),
+                port=port,
+                context_tokens=context_tokens,
+                resources=resources.pop_all(),
+            )
+
+    @property
+    def device_name(self) -> str:
+        return self._device.name
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens read in one pass."""
+        return self._forward.workspace.num_tokens
+
+    def sequence(self) -> Sequence:
+        """A new, empty sequence.
+
+        Raises:
+            OutOfMemory: its K/V and state do not fit.
+        """
+        state = new_state(self.spec, self._device, self._stream, self.context_tokens)
+        return Sequence(self, state, Decoder(self._forward, self._port, state))
+
+    def close(self) -> None:
+        """Gives all memory back. Safe to call twice; sequences must not be used afterwards."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Sequence:
+    """One conversation or prompt: tokens read so far and all state that follows from them."""
+
+    def __init__(self, engine: Engine, state: SequenceState, decoder: Decoder) -> None:
+        self._engine = engine
+        self._state = state
+        self._decoder = decoder
+
+    @property
+    def position(self) -> int:
+        """Tokens read; the position of the next one."""
+        return self._state.position
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens read."""
+        return tuple(self._state.ids)
+
+    def prefill(
+        self, ids: list[int], *, logits: Wanted = "last", progress: Progress | None = None
+    ) -> NDArray[np.float32]:
+        """Read tokens in chunks; the cuts do not change a bit of the result.
+
+        Args:
+            ids: at least one token id.
+            logits: which rows' logits to return.
+            progress: called with (tokens read, tokens in all) after each chunk.
+
+        Returns:
+            "last": [V]; "all": [len(ids), V]; "none": [0].
+
+        Raises:
+            InputError: no tokens, an id outside the vocabulary, or more than the context holds.
+            StateError: an earlier call was interrupted halfway.
+        """
+        self._check(ids)
+        engine = self._engine
+        return prefill(
+            engine._forward, engine._port, self._state, ids, wanted=logits, progress=progress
+        )
+
+    def step(self, token_id: int) -> NDArray[np.float32]:
+        """Read one token and return its logits [V]; equal to prefill([token_id]) in every bit.
+
+        Raises:
+            InputError: the id is outside the vocabulary, or the context is full.
+            StateError: an earlier call was interrupted halfway.
+        """
+        self._check([token_id])
+        return self._decoder.step(token_id)
+
+    def snapshot(self) -> Snapshot:
+        """The state at this position, for restore(). K/V is positional and is not copied."""
+        self._state.require_consistent()
+        return self._state.snapshot()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Rewind to a snapshot of this sequence.
+
+        Raises:
+            StateError: other tokens were read over the snapshot's positions since.
+        """
+        if not self._state.can_restore(snapshot):
+            raise StateError(
+                f"the snapshot at position {snapshot.position} is no longer a prefix of what "
+                "this sequence has read",
+                hint="read the tokens again, or snapshot before branching",
+            )
+        self._state.restore(snapshot)
+
+    def reset(self) -> None:
+        """Back to position 0."""
+        self._state.reset()
+
+    def state_hash(self) -> StateHash:
+        """Fingerprint of everything the next token depends on."""
+        self._state.require_consistent()
+        return self._state.hash()
+
+    def close(self) -> None:
+        """Gives the sequence's memory back. Safe to call twice."""
+        self._decoder.close()
+        self._state.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check(self, ids: list[int]) -> None:
+        vocab, context = self._engine.spec.vocab_size, self._engine.context_tokens
+        if not ids:
+            raise InputError("nothing to read: the prompt has no tokens", hint="give some text")
+        for index, token_id in enumerate(ids):
+            if not 0 <= token_id < vocab:
+                raise InputError(
+                    f"token id {token_id} (number {index + 1} of {len(ids)}) is outside the "
+                    f"vocabulary of {vocab}",
+                    hint=f"ids go from 0 to {vocab - 1}",
+                )
+        if self.position + len(ids) > context:
+            raise InputError(
+                f"{self.position + len(ids)} tokens do not fit the context of {context}",
+                hint="shorten the prompt or raise --max-context",
+            )
+
+
+def _context_tokens(spec: ModelSpec, wanted: int) -> int:
+    if wanted > spec.context_tokens:
+        raise InputError(
+            f"--max-context {wanted} is more than the model's {spec.context_tokens} tokens",
+            hint=f"at most --max-context {spec.context_tokens}",
+        )
+    return wanted or min(spec.context_tokens, AUTO_CONTEXT_TOKENS)

@@ -1,0 +1,310 @@
+"""The model as launches: embed, layers, head. One recipe for prompts, steps and mixed batches.
+
+Every launch reads token ids and positions from device memory, so a recorded pass can be replayed
+for the next token. Source of the equations: the qwen4exp architecture (hyper-connections, gated
+delta net, indexed sparse attention, hashed n-gram embedding, mixture of experts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strata_cli.engine.device.base import Stream, Tensor
+from strata_cli.engine.experts.resident import ExpertMatrices
+from strata_cli.engine.forward.state import AttentionState, GdnState, NgramState, SequenceState
+from strata_cli.engine.forward.weights import (
+    AttentionWeights,
+    GdnWeights,
+    IndexerWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+    NgramWeights,
+    ReadWeights,
+)
+from strata_cli.engine.forward.workspace import Workspace
+from strata_cli.engine.kernels import attention as attention_kernels
+from strata_cli.engine.kernels import gdn as gdn_kernels
+from strata_cli.engine.kernels import hyper, indexer, moe, ngram, rope
+from strata_cli.engine.kernels.embed import embed_streams
+from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
+from strata_cli.engine.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive rows of a batch that belong to one sequence."""
+
+    state: SequenceState
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one pass. Their ids and positions already lie in the workspace.
+
+    Attributes:
+        num_tokens: rows.
+        segments: cover all rows, in order, each sequence once.
+    """
+
+    num_tokens: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One model on one stream. The workspace is shared by all passes: one pass at a time."""
+
+    spec: ModelSpec
+    weights: ModelWeights
+    workspace: Workspace
+    stream: Stream
+
+    def run(self, batch: Batch) -> None:
+        """Enqueue all layers; the residual streams of every row end up in workspace x."""
+        take, num = self.workspace.take, batch.num_tokens
+        x = take("x", num)
+        embed_streams(self.stream, take("ids", num), self.weights.embed, x)
+        for index, layer in enumerate(self.weights.layers):
+            self.layer(index, layer, batch, x)
+
+    def layer(self, index: int, layer: LayerWeights, batch: Batch, x: Tensor) -> None:
+        """Enqueue one layer, updating the residual streams x [T, S, D] in place."""
+        if layer.ngram is not None:
+            self._ngram(layer.ngram, batch, x)
+        y, inject = self._read(layer.mixer_read, x)
+        if layer.gdn is not None:
+            out = self._gdn(index, layer.gdn, batch, y)
+        else:
+            assert layer.attention is not None
+            out = self._attention(index, layer.attention, batch, y)
+        hyper.stream_write(self.stream, x, out, inject)
+        y, inject = self._read(layer.ffn_read, x)
+        hyper.stream_write(self.stream, x, self._moe(layer.moe, y), inject)
+
+    def head(self, start: int, stop: int) -> Tensor:
+        """Enqueue the final read and the head for rows start..stop of the last pass.
+
+        Returns:
+            logits [stop - start, V] in the workspace; at most workspace.logit_rows rows.
+        """
+        x = self.workspace.take("x", stop).rows(start, stop)
+        y, _ = self._read(self.weights.final_read, x)
+        logits = self.workspace.take("logits", stop - start)
+        matmul(self.stream, y, self.weights.head, logits)
+        return logits
+
+    def _read(self, weights: ReadWeights, x: Tensor) -> tuple[Tensor, Tensor]:
+        take, num, stream = self.workspace.take, x.shape[0], self.stream
+        normed, low, gate = take("normed", num), take("low", num), take("stream_gate", num)
+        y, inject = take("y", num), take("inject", num)
+        hyper.stream_norm(stream, x, weights.norm, self.spec.rms_eps, normed)
+        matmul(stream, normed, weights.down, low)
+        hyper.lowrank_silu(stream, low, self.spec.num_streams)
+        matmul(stream, low, weights.up, gate)
+        hyper.stream_mix(stream, gate, normed, y)
+        if weights.inject is not None:
+            matmul(stream, normed, weights.inject, inject)
+        return y, inject
+
+    def _gdn(self, index: int, weights: GdnWeights, batch: Batch, y: Tensor) -> Tensor:
+        take, num, stream = self.workspace.take, batch.num_tokens, self.stream
+        qkv, conv, z = take("qkv", num), take("conv", num), take("z", num)
+        alpha, beta, delta = take("alpha", num), take("beta", num), take("delta", num)
+        matmul(stream, y, weights.qkv, qkv)
+        matmul(stream, y, weights.gate, z)
+        matmul(stream, y, weights.alpha, alpha)
+        matmul(stream, y, weights.beta, beta)
+        for segment in batch.segments:
+            state = segment.state.layers[index]
+            assert isinstance(state, GdnState)
+            part = slice(segment.start, segment.stop)
+            gdn_kernels.causal_conv_silu(
+                stream, _rows(qkv, part), state.conv, weights.conv, _rows(conv, part)
+            )
+            gdn_kernels.delta_rule(
+                stream,
+                _rows(conv, part),
+                _rows(alpha, part),
+                _rows(beta, part),
+                weights.a,
+                weights.dt,
+                state.matrix,
+                _rows(delta, part),
+                self.spec.gdn_num_key_heads,
+                self.spec.rms_eps,
+            )
+        gated, out = take("gated", num), take("out", num)
+        gdn_kernels.gated_norm(stream, delta, z, weights.norm, self.spec.rms_eps, gated)
+        matmul(stream, gated, weights.out, out)
+        return out
+
+    def _attention(self, index: int, weights: AttentionWeights, batch: Batch, y: Tensor) -> Tensor:
+        take, num, stream, eps = (
+            self.workspace.take,
+            batch.num_tokens,
+            self.stream,
+            self.spec.rms_eps,
+        )
+        positions, table = take("positions", num), self.weights.rope
+        q_gate, q = take("q_gate", num), take("q", num)
+        k_raw, k, v = take("k_raw", num), take("k", num), take("v", num)
+        matmul(stream, y, weights.q, _flat(q_gate))
+        matmul(stream, y, weights.k, _flat(k_raw))
+        matmul(stream, y, weights.v, v)
+        rope.head_norm_rope(stream, q_gate, weights.q_norm, table, positions, eps, q)
+        rope.head_norm_rope(stream, k_raw, weights.k_norm, table, positions, eps, k)
+        ratio = self.spec.index_ratio[index]
+        if ratio:
+            self._index_queries(weights.indexer, positions, y)
+        attended, out = take("attended", num), take("out", num)
+        for segment in batch.segments:
+            state = segment.state.layers[index]
+            assert isinstance(state, AttentionState)
+            part = slice(segment.start, segment.stop)
+            own = _rows(positions, part)
+            attention_kernels.store_rows(stream, _flat(_rows(k, part)), own, state.keys)
+            attention_kernels.store_rows(stream, _rows(v, part), own, state.values)
+            selected, num_selected = self._select(weights.indexer, ratio, state, part, own)
+            attention_kernels.attend(
+                stream,
+                _rows(q, part),
+                _rows(q_gate, part),
+                state.keys,
+                state.values,
+                own,
+                selected,
+                num_selected,
+                ratio,
+                _rows(attended, part),
+            )
+        matmul(stream, attended, weights.out, out)
+        return out
+
+    def _index_queries(self, weights: IndexerWeights, positions: Tensor, y: Tensor) -> None:
+        take, num, stream = self.workspace.take, y.shape[0], self.stream
+        raw, queries = take("index_q_raw", num), take("index_q", num)
+        matmul(stream, y, weights.q, _flat(raw))
+        rope.head_norm_rope(
+            stream, raw, weights.q_norm, self.weights.rope, positions, self.spec.rms_eps, queries
+        )
+        matmul(stream, y, weights.k, take("index_k", num))
+
+    def _select(
+        self,
+        weights: IndexerWeights,
+        ratio: int,
+        state: AttentionState,
+        part: slice,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        num = positions.shape[0]
+        budget = self.spec.indexer_budget_tokens // ratio if ratio else 1
+        selected = self.workspace.take_shaped("selected", num, budget)
+        num_selected = self.workspace.take("num_selected", num)
+        if ratio:
+            take, stream = self.workspace.take, self.stream
+            keys = take("index_k", part.stop).rows(part.start, part.stop)
+            queries = take("index_q", part.stop).rows(part.start, part.stop)
+            attention_kernels.store_rows(stream, keys, positions, state.index_keys)
+            indexer.pool_index_blocks(
+                stream,
+                state.index_keys,
+                positions,
+                ratio,
+                weights.k_norm,
+                self.weights.rope,
+                self.spec.rms_eps,
+                state.pooled,
+            )
+            indexer.select_blocks(
+                stream, queries, state.pooled, positions, ratio, budget, selected, num_selected
+            )
+        return selected, num_selected
+
+    def _moe(self, weights: MoeWeights, y: Tensor) -> Tensor:
+        take, num, stream = self.workspace.take, y.shape[0], self.stream
+        router, ids = take("router", num), take("expert_ids", num)
+        ranks, start = take("expert_weights", num), take("expert_start", self.spec.num_experts + 1)
+        pairs = num * self.spec.num_experts_per_tok
+        row_of, pair_of = take("row_of", pairs), take("pair_of", num)
+        matmul(stream, y, weights.router, router)
+        moe.route(stream, router, ids, ranks)
+        moe.order_by_expert(stream, ids, start, row_of, pair_of)
+        expert_out = self._routed(weights.experts, y, row_of, start, pairs)
+        shared_out, shared_logit = take("shared_out", num), take("shared_logit", num)
+        gate, up = take("shared_gate", num), take("shared_up", num)
+        matmul(stream, y, weights.shared_logit, shared_logit)
+        matmul(stream, y, weights.shared_gate, gate)
+        matmul(stream, y, weights.shared_up, up)
+        moe.swiglu(stream, gate, up, gate)
+        matmul(stream, gate, weights.shared_down, shared_out)
+        out = take("out", num)
+        moe.combine(stream, expert_out, pair_of, ranks, shared_out, shared_logit, out)
+        return out
+
+    def _routed(
+        self, experts: ExpertMatrices, y: Tensor, row_of: Tensor, start: Tensor, pairs: int
+    ) -> Tensor:
+        stream, width = self.stream, experts.gate.layout.rows
+        gate = self.workspace.take_shaped("expert_gate", pairs, width)
+        up = self.workspace.take_shaped("expert_up", pairs, width)
+        out = self.workspace.take("expert_out", pairs)
+        blobs, layout = experts.gate.blobs, experts.gate.layout
+        grouped_matmul(stream, y, blobs, layout, row_of, start, gate)
+        grouped_matmul(stream, y, experts.up.blobs, experts.up.layout, row_of, start, up)
+        moe.swiglu(stream, gate, up, gate)
+        down = experts.down
+        grouped_matmul(stream, gate, down.blobs, down.layout, self.workspace.numbers(pairs), start, out)
+        return out
+
+    def _ngram(self, weights: NgramWeights, batch: Batch, x: Tensor) -> None:
+        take, num, stream = self.workspace.take, batch.num_tokens, self.stream
+        spec, eps = weights.spec, self.spec.rms_eps
+        ids, rows = take("ids", num), take("ngram_rows", num)
+        for segment in batch.segments:
+            part = slice(segment.start, segment.stop)
+            ngram.ngram_rows(
+                stream,
+                _rows(ids, part),
+                _ngram_state(segment).history,
+                weights.multipliers,
+                weights.offsets,
+                weights.sizes,
+                spec.eos_token_id,
+                _rows(rows, part),
+            )
+        embedding, key = take("ngram_embedding", num), take("ngram_key", num)
+        value, gated = take("ngram_value", num), take("ngram_gated", num)
+        ngram.gather_rows(stream, rows, weights.table, embedding)
+        matmul(stream, embedding, weights.key, key)
+        matmul(stream, embedding, weights.value, value)
+        ngram.ngram_gate(stream, key, value, x, weights.norm_key, weights.norm_query, eps, gated)
+        for segment in batch.segments:
+            part = slice(segment.start, segment.stop)
+            ngram.ngram_conv(
+                stream,
+                _rows(gated, part),
+                weights.norm_conv,
+                _ngram_state(segment).conv,
+                weights.conv,
+                spec.max_n,
+                eps,
+                _rows(x, part),
+            )
+
+
+def _ngram_state(segment: Segment) -> NgramState:
+    state = segment.state.ngram
+    assert state is not None
+    return state
+
+
+def _rows(tensor: Tensor, part: slice) -> Tensor:
+    return tensor.rows(part.start, part.stop)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(tensor.shape[0], tensor.size // max(tensor.shape[0], 1))

@@ -1,0 +1,87 @@
+"""The host's side of a pass: token ids and positions in, logits out, through pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Device, Event, Stream, Tensor
+from strata_cli.engine.forward.layers import Batch, Segment
+from strata_cli.engine.forward.state import SequenceState
+from strata_cli.engine.forward.workspace import Workspace
+
+
+class RowPort:
+    """Pinned staging for a workspace's ids, positions and logits.
+
+    Owned by the thread that enqueues on the stream. Staging memory is rewritten only after the copy
+    that read it has run.
+    """
+
+    def __init__(self, device: Device, stream: Stream, workspace: Workspace) -> None:
+        self._stream = stream
+        self._workspace = workspace
+        rows = workspace.num_tokens
+        vocab = workspace.take("logits", 1).shape[1]
+        self._inputs = device.allocate_pinned(8 * rows)
+        self._ids = Tensor.over(self._inputs, (rows,), np.int32)
+        self._positions = Tensor.over(self._inputs, (rows,), np.int32, 4 * rows)
+        self._outputs = device.allocate_pinned(4 * vocab * workspace.logit_rows)
+        self._logits = Tensor.over(self._outputs, (workspace.logit_rows, vocab), np.float32)
+        self._inputs_read: Event = device.event()
+
+    def stage(self, ids: Sequence[int], positions: Sequence[int] | range) -> None:
+        """Write ids and positions where enqueue_inputs will copy them from.
+
+        Blocks until the previous copy has run.
+        """
+        self._inputs_read.synchronize()
+        num = len(ids)
+        self._ids.rows(0, num).numpy()[:] = ids
+        self._positions.rows(0, num).numpy()[:] = positions
+
+    def enqueue_inputs(self, num: int) -> None:
+        """Enqueue the copy of the staged ids and positions to the workspace."""
+        self._stream.copy(self._workspace.take("ids", num), self._ids.rows(0, num))
+        self._stream.copy(self._workspace.take("positions", num), self._positions.rows(0, num))
+
+    def mark_inputs(self) -> None:
+        """Record that everything enqueued so far must run before staging is rewritten."""
+        self._stream.record(self._inputs_read)
+
+    def enqueue_logits(self, logits: Tensor) -> None:
+        """Enqueue the copy of logits [rows, V] to pinned memory."""
+        self._stream.copy(self._logits.rows(0, logits.shape[0]), logits)
+
+    def read_logits(self, rows: int) -> NDArray[np.float32]:
+        """Wait for the stream and return a copy of the logits, [rows, V]."""
+        self._stream.synchronize()
+        return np.array(self._logits.rows(0, rows).numpy())
+
+    def close(self) -> None:
+        """Gives the pinned memory back. Safe to call twice."""
+        self._inputs_read.close()
+        self._inputs.close()
+        self._outputs.close()
+
+
+def single(state: SequenceState, num_tokens: int) -> Batch:
+    """A batch whose rows all belong to one sequence."""
+    return Batch(num_tokens, (Segment(state, 0, num_tokens),))
+
+
+@contextmanager
+def advancing(state: SequenceState, ids: list[int]) -> Iterator[None]:
+    """Around the enqueueing of one pass: counts its tokens only when all of it was enqueued.
+
+    Raises:
+        StateError: an earlier pass of this sequence was interrupted halfway.
+    """
+    state.require_consistent()
+    state.is_consistent = False
+    yield
+    state.append(ids)
+    state.is_consistent = True

@@ -1,0 +1,278 @@
+"""What a sequence remembers: K/V, index keys, recurrent, convolution and n-gram state.
+
+K/V and index keys are positional (a row per position), so rewinding them costs nothing. The rest is
+a running state and is copied when a snapshot is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Device, Stream, Tensor, empty
+from strata_cli.engine.device.transfer import download, upload
+from strata_cli.engine.kernels.hash import FNV_OFFSET, fnv1a64
+from strata_cli.engine.model.ngram_spec import NgramSpec
+from strata_cli.engine.model.spec import ModelSpec
+from strata_cli.errors import StateError
+
+
+@dataclass(frozen=True, slots=True)
+class GdnState:
+    """conv [K-1, 2kd+vd]: the last columns before the convolution; matrix [nv, dim_k, dim_v]."""
+
+    conv: Tensor
+    matrix: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionState:
+    """keys, values [context, kv_heads*dim]; index_keys [context, idim] raw; pooled [blocks, idim]."""
+
+    keys: Tensor
+    values: Tensor
+    index_keys: Tensor
+    pooled: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NgramState:
+    """history [max_n-1] int32, most recent last; conv [(K-1)*dilation, S*D]."""
+
+    history: Tensor
+    conv: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A sequence's running state at a position, in host memory.
+
+    Attributes:
+        ids: every token read so far; restoring needs the live K/V to hold the same ones.
+        running: copies of the running-state tensors, in SequenceState.running order.
+    """
+
+    ids: tuple[int, ...]
+    running: tuple[NDArray[Any], ...]
+
+    @property
+    def position(self) -> int:
+        return len(self.ids)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.running)
+
+
+@dataclass(frozen=True, slots=True)
+class StateHash:
+    """FNV-1a 64 of each component at length position; equal prefixes give equal hashes.
+
+    Attributes:
+        position: tokens read (L).
+        gdn: recurrent matrices and convolution columns of all gated-delta-net layers.
+        ple: convolution columns of the n-gram embedding.
+        tail: raw index keys of the incomplete last block of every indexed layer.
+        pooled: pooled index keys of the complete blocks in [0, L).
+        kv: keys and values of positions [0, L).
+        ple_prev: the token ids that the next n-grams look back on.
+    """
+
+    position: int
+    gdn: int
+    ple: int
+    tail: int
+    pooled: int
+    kv: int
+    ple_prev: int
+
+    def line(self) -> str:
+        """One printable line: STATE_HASH L=… gdn=… (16 hex digits each)."""
+        parts = ("gdn", "ple", "tail", "pooled", "kv", "ple_prev")
+        values = " ".join(f"{name}={getattr(self, name):016x}" for name in parts)
+        return f"STATE_HASH L={self.position} {values}"
+
+    def as_dict(self) -> dict[str, int | str]:
+        """JSON form: position as a number, hashes as hex strings (they need 64 bits)."""
+        parts = ("gdn", "ple", "tail", "pooled", "kv", "ple_prev")
+        return {"position": self.position} | {name: f"{getattr(self, name):016x}" for name in parts}
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """Device memory of one sequence. Written by the compute stream's work only.
+
+    Attributes:
+        device, stream: where the memory lives, and the stream all its work is enqueued on.
+        layers: per trunk layer, its GdnState or AttentionState.
+        ngram: the n-gram embedding's state, or None.
+        context_tokens: positions that fit.
+        ratio: tokens per index block of each layer, 0 for dense attention.
+        eos_token_id: fills the n-gram history before the first token.
+        ids: tokens read so far; its length is the position of the next token.
+        cached_ids: tokens whose K/V rows are valid; ids is a prefix of it after a rewind.
+        is_consistent: False while a pass is half enqueued; an interrupted one leaves it False.
+    """
+
+    device: Device
+    stream: Stream
+    layers: tuple[GdnState | AttentionState, ...]
+    ngram: NgramState | None
+    context_tokens: int
+    ratio: tuple[int, ...]
+    eos_token_id: int
+    ids: list[int] = field(default_factory=list)
+    cached_ids: list[int] = field(default_factory=list)
+    is_consistent: bool = True
+
+    @property
+    def position(self) -> int:
+        return len(self.ids)
+
+    def running(self) -> Iterator[Tensor]:
+        """The tensors that are not positional, in a fixed order."""
+        for layer in self.layers:
+            if isinstance(layer, GdnState):
+                yield layer.conv
+                yield layer.matrix
+        if self.ngram is not None:
+            yield self.ngram.history
+            yield self.ngram.conv
+
+    def require_consistent(self) -> None:
+        """Refuse to go on after a pass that was cut off halfway.
+
+        Raises:
+            StateError: reset the sequence or restore a snapshot first.
+        """
+        if not self.is_consistent:
+            raise StateError(
+                f"the pass after position {self.position} was interrupted halfway",
+                hint="reset the sequence or restore a snapshot",
+            )
+
+    def append(self, ids: list[int]) -> None:
+        """Count tokens as read; K/V rows past them are no longer valid."""
+        del self.cached_ids[self.position :]
+        self.cached_ids.extend(ids)
+        self.ids.extend(ids)
+
+    def reset(self) -> None:
+        """Back to position 0."""
+        for tensor in self.running():
+            self.stream.fill(tensor, 0)
+        if self.ngram is not None:
+            history = np.full(self.ngram.history.shape, self.eos_token_id, dtype=np.int32)
+            upload(self.device, self.stream, self.ngram.history, history)
+        self.ids = []
+        self.cached_ids = []
+        self.is_consistent = True
+
+    def snapshot(self) -> Snapshot:
+        """Copy the running state to host memory. Waits for the stream."""
+        parts = tuple(download(self.device, self.stream, tensor) for tensor in self.running())
+        return Snapshot(tuple(self.ids), parts)
+
+    def can_restore(self, snapshot: Snapshot) -> bool:
+        """True while the live K/V rows are those of the snapshot's tokens."""
+        return tuple(self.cached_ids[: snapshot.position]) == snapshot.ids
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Put the running state back and rewind to the snapshot's position."""
+        for tensor, part in zip(self.running(), snapshot.running, strict=True):
+            upload(self.device, self.stream, tensor, part)
+        self.ids = list(snapshot.ids)
+        self.is_consistent = True
+
+    def hash(self) -> StateHash:
+        """Fingerprint of everything the next token depends on. Waits for the stream."""
+        gdn, tail, pooled, kv = [], [], [], []
+        for layer, ratio in zip(self.layers, self.ratio, strict=True):
+            if isinstance(layer, GdnState):
+                gdn += [layer.matrix, layer.conv]
+                continue
+            kv += [layer.keys.rows(0, self.position), layer.values.rows(0, self.position)]
+            if ratio:
+                complete = self.position // ratio
+                pooled.append(layer.pooled.rows(0, complete))
+                tail.append(layer.index_keys.rows(complete * ratio, self.position))
+        ngram = [] if self.ngram is None else [self.ngram.conv]
+        history = [] if self.ngram is None else [self.ngram.history]
+        return StateHash(
+            self.position,
+            *(_hash(self, parts) for parts in (gdn, ngram, tail, pooled, kv, history)),
+        )
+
+    def close(self) -> None:
+        """Gives the device memory back. Safe to call twice."""
+        for layer in self.layers:
+            tensors = (
+                (layer.conv, layer.matrix)
+                if isinstance(layer, GdnState)
+                else (layer.keys, layer.values, layer.index_keys, layer.pooled)
+            )
+            for tensor in tensors:
+                tensor.buffer.close()
+        if self.ngram is not None:
+            self.ngram.history.buffer.close()
+            self.ngram.conv.buffer.close()
+
+
+def new_state(
+    spec: ModelSpec, device: Device, stream: Stream, context_tokens: int
+) -> SequenceState:
+    """Device memory for one sequence of at most context_tokens, at position 0.
+
+    Raises:
+        OutOfMemory: it does not fit.
+    """
+    layers = tuple(
+        _gdn_state(spec, device)
+        if is_recurrent
+        else _attention_state(spec, device, context_tokens, ratio)
+        for is_recurrent, ratio in zip(spec.is_recurrent, spec.index_ratio, strict=True)
+    )
+    ngram = None if spec.ngram is None else _ngram_state(spec, spec.ngram, device)
+    eos = 0 if spec.ngram is None else spec.ngram.eos_token_id
+    state = SequenceState(device, stream, layers, ngram, context_tokens, spec.index_ratio, eos)
+    state.reset()
+    return state
+
+
+def _gdn_state(spec: ModelSpec, device: Device) -> GdnState:
+    dim, num_values = spec.gdn_head_dim, spec.gdn_num_value_heads
+    channels = (2 * spec.gdn_num_key_heads + num_values) * dim
+    conv = empty(device, (spec.gdn_conv_kernel - 1, channels))
+    return GdnState(conv, empty(device, (num_values, dim, dim)))
+
+
+def _attention_state(
+    spec: ModelSpec, device: Device, context_tokens: int, ratio: int
+) -> AttentionState:
+    width = spec.num_kv_heads * spec.head_dim
+    blocks = context_tokens // ratio if ratio else 0
+    return AttentionState(
+        keys=empty(device, (context_tokens, width)),
+        values=empty(device, (context_tokens, width)),
+        index_keys=empty(device, (context_tokens if ratio else 0, spec.indexer_head_dim)),
+        pooled=empty(device, (blocks, spec.indexer_head_dim)),
+    )
+
+
+def _ngram_state(spec: ModelSpec, ngram: NgramSpec, device: Device) -> NgramState:
+    columns = (ngram.conv_kernel - 1) * ngram.max_n
+    return NgramState(
+        history=empty(device, (ngram.max_n - 1,), np.int32),
+        conv=empty(device, (columns, spec.num_streams * spec.hidden_size)),
+    )
+
+
+def _hash(state: SequenceState, tensors: list[Tensor]) -> int:
+    digest = FNV_OFFSET
+    for tensor in tensors:
+        digest = fnv1a64(download(state.device, state.stream, tensor), digest)
+    return digest

@@ -1,0 +1,146 @@
+"""Scratch memory of one forward pass, sized once for the largest batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from strata_cli.engine.device.base import Buffer, Device, Tensor
+from strata_cli.engine.model.spec import ModelSpec
+
+ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Names, row shapes and dtypes of what a pass needs; rows are tokens, pairs or logit rows."""
+
+    name: str
+    rows: int
+    row_shape: tuple[int, ...]
+    dtype: DTypeLike = np.float32
+
+
+def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scratch]:
+    """Every scratch tensor for a batch of num_tokens and logit_rows rows of logits."""
+    streams, hidden = spec.num_streams, spec.hidden_size
+    wide = streams * hidden
+    values = spec.gdn_num_value_heads * spec.gdn_head_dim
+    channels = 2 * spec.gdn_num_key_heads * spec.gdn_head_dim + values
+    heads, kv = spec.num_heads, spec.num_kv_heads
+    pairs = num_tokens * spec.num_experts_per_tok
+    width = max(spec.moe_intermediate_size)
+    blocks = max((spec.indexer_budget_tokens // r for r in spec.index_ratio if r), default=1)
+    t, i32 = num_tokens, np.int32
+    plan = [
+        Scratch("ids", t, (), i32),
+        Scratch("positions", t, (), i32),
+        Scratch("x", t, (streams, hidden)),
+        Scratch("normed", t, (wide,)),
+        Scratch("low", t, (spec.stream_rank,)),
+        Scratch("stream_gate", t, (wide,)),
+        Scratch("y", t, (hidden,)),
+        Scratch("inject", t, (streams,)),
+        Scratch("out", t, (hidden,)),
+        Scratch("qkv", t, (channels,)),
+        Scratch("conv", t, (channels,)),
+        Scratch("z", t, (values,)),
+        Scratch("alpha", t, (spec.gdn_num_value_heads,)),
+        Scratch("beta", t, (spec.gdn_num_value_heads,)),
+        Scratch("delta", t, (values,)),
+        Scratch("gated", t, (values,)),
+        Scratch("q_gate", t, (heads, 2 * spec.head_dim)),
+        Scratch("q", t, (heads, spec.head_dim)),
+        Scratch("k_raw", t, (kv, spec.head_dim)),
+        Scratch("k", t, (kv, spec.head_dim)),
+        Scratch("v", t, (kv * spec.head_dim,)),
+        Scratch("index_q_raw", t, (spec.indexer_num_heads, spec.indexer_head_dim)),
+        Scratch("index_q", t, (spec.indexer_num_heads, spec.indexer_head_dim)),
+        Scratch("index_k", t, (spec.indexer_head_dim,)),
+        Scratch("selected", t, (blocks,), i32),
+        Scratch("num_selected", t, (), i32),
+        Scratch("attended", t, (heads * spec.head_dim,)),
+        Scratch("router", t, (spec.num_experts,)),
+        Scratch("expert_ids", t, (spec.num_experts_per_tok,), i32),
+        Scratch("expert_weights", t, (spec.num_experts_per_tok,)),
+        Scratch("expert_start", spec.num_experts + 1, (), i32),
+        Scratch("row_of", pairs, (), i32),
+        Scratch("pair_of", t, (spec.num_experts_per_tok,), i32),
+        Scratch("expert_gate", pairs, (width,)),
+        Scratch("expert_up", pairs, (width,)),
+        Scratch("expert_out", pairs, (hidden,)),
+        Scratch("shared_gate", t, (spec.shared_intermediate_size,)),
+        Scratch("shared_up", t, (spec.shared_intermediate_size,)),
+        Scratch("shared_out", t, (hidden,)),
+        Scratch("shared_logit", t, (1,)),
+        Scratch("logits", logit_rows, (spec.vocab_size,)),
+    ]
+    if spec.ngram is not None:
+        num_heads = spec.ngram.num_heads
+        plan += [
+            Scratch("ngram_rows", t, (num_heads,), np.int64),
+            Scratch("ngram_embedding", t, (num_heads * spec.ngram.row_width,)),
+            Scratch("ngram_key", t, (wide,)),
+            Scratch("ngram_value", t, (hidden,)),
+            Scratch("ngram_gated", t, (wide,)),
+        ]
+    return plan
+
+
+class Workspace:
+    """One device buffer cut into the scratch tensors of the plan.
+
+    Args:
+        spec: the model's dimensions.
+        device: where the buffer is allocated.
+        num_tokens: largest batch.
+        logit_rows: most rows of logits computed at a time.
+
+    Raises:
+        OutOfMemory: the buffer does not fit.
+    """
+
+    def __init__(self, spec: ModelSpec, device: Device, num_tokens: int, logit_rows: int) -> None:
+        self.num_tokens = num_tokens
+        self.logit_rows = logit_rows
+        plan = scratch_plan(spec, num_tokens, logit_rows)
+        offsets, end = [], 0
+        for scratch in plan:
+            offsets.append(end)
+            nbytes = (
+                scratch.rows * int(np.prod(scratch.row_shape)) * np.dtype(scratch.dtype).itemsize
+            )
+            end += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._buffer: Buffer = device.allocate(max(end, 1))
+        pairs = num_tokens * spec.num_experts_per_tok
+        self._numbers = device.resident(np.arange(pairs, dtype=np.int32).view(np.uint8))
+        self._tensors = {
+            scratch.name: Tensor.over(
+                self._buffer, (scratch.rows, *scratch.row_shape), scratch.dtype, offset
+            )
+            for scratch, offset in zip(plan, offsets, strict=True)
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    def numbers(self, count: int) -> Tensor:
+        """0, 1, … count-1 as int32, for products whose rows are already in order."""
+        return Tensor.over(self._numbers, (count,), np.int32)
+
+    def take(self, name: str, rows: int) -> Tensor:
+        """The first rows of a scratch tensor, contents undefined."""
+        return self._tensors[name].rows(0, rows)
+
+    def take_shaped(self, name: str, *shape: int) -> Tensor:
+        """The first elements of a scratch tensor under another shape (for narrower layers)."""
+        whole = self._tensors[name]
+        return Tensor.over(self._buffer, shape, whole.dtype, whole.offset_bytes)
+
+    def close(self) -> None:
+        """Gives the memory back. Safe to call twice."""
+        self._numbers.close()
+        self._buffer.close()
