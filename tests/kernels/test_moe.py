@@ -115,6 +115,7 @@ def test_broken_logits_give_valid_ids_and_weights_that_are_not_numbers(
     logits[1, :] = bad
     routing = run_route(lab, logits, 6)
     assert all(sorted(row) == list(range(6)) for row in routing.ids.tolist())
+    assert routing.ids[0, -1 if np.isnan(bad) else 0] == 2  # not a number ranks last
     assert np.isnan(routing.weights[:2]).all()
     assert np.isfinite(routing.weights[2]).all()
 
