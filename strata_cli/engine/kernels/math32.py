@@ -93,7 +93,7 @@ def log32(x: np.float32) -> np.float32:
     p = fma(p, z, F32(2.0 / 3.0))
     p = fma(F32(p * z), s, F32(F32(2.0) * s))
     e = F32(exponent)
-    return fma(e, _LN2_HI, fma(e, _LN2_LO, p))
+    return F32(fma(e, _LN2_HI, fma(e, _LN2_LO, p)))
 
 
 @inline_jit
