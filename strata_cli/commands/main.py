@@ -27,7 +27,11 @@ class LazyCommand(NamedTuple):
     short_help: str
 
 
-COMMANDS: Mapping[str, LazyCommand] = {}
+COMMANDS: Mapping[str, LazyCommand] = {
+    "read": LazyCommand(
+        "strata_cli.commands.read", "Read one prompt: next-token probabilities, or text."
+    ),
+}
 
 
 class LazyGroup(click.Group):

@@ -59,6 +59,7 @@ class Engine:
         spec: the model's dimensions.
         tokenizer: text to ids and back.
         chat_template: the model's own, or None.
+        model_name: what the file calls itself, or the file's name.
         context_tokens: tokens a sequence may hold.
     """
 
@@ -76,6 +77,7 @@ class Engine:
         resources: ExitStack,
     ) -> None:
         self.spec = spec
+        self.model_name = spec.name
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.context_tokens = context_tokens
@@ -126,6 +128,7 @@ class Engine:
 
     @property
     def device_name(self) -> str:
+        """Where the model runs: "host" or "cuda:N"."""
         return self._device.name
 
     @property

@@ -1,4 +1,4 @@
-"""One token at a time: the whole pass is recorded once per sequence and replayed for every token."""
+"""One token at a time: a pass recorded once per sequence, replayed for every token."""
 
 from __future__ import annotations
 

@@ -256,8 +256,8 @@ class Forward:
         grouped_matmul(stream, y, blobs, layout, row_of, start, gate)
         grouped_matmul(stream, y, experts.up.blobs, experts.up.layout, row_of, start, up)
         moe.swiglu(stream, gate, up, gate)
-        down = experts.down
-        grouped_matmul(stream, gate, down.blobs, down.layout, self.workspace.numbers(pairs), start, out)
+        down, in_order = experts.down, self.workspace.numbers(pairs)
+        grouped_matmul(stream, gate, down.blobs, down.layout, in_order, start, out)
         return out
 
     def _ngram(self, weights: NgramWeights, batch: Batch, x: Tensor) -> None:

@@ -31,7 +31,7 @@ class GdnState:
 
 @dataclass(frozen=True, slots=True)
 class AttentionState:
-    """keys, values [context, kv_heads*dim]; index_keys [context, idim] raw; pooled [blocks, idim]."""
+    """keys, values [context, kv*dim]; index_keys [context, idim], raw; pooled [blocks, idim]."""
 
     keys: Tensor
     values: Tensor
@@ -61,10 +61,12 @@ class Snapshot:
 
     @property
     def position(self) -> int:
+        """Tokens read when it was taken."""
         return len(self.ids)
 
     @property
     def nbytes(self) -> int:
+        """Host memory of the copies."""
         return sum(part.nbytes for part in self.running)
 
 
@@ -131,6 +133,7 @@ class SequenceState:
 
     @property
     def position(self) -> int:
+        """Tokens read; the position of the next one."""
         return len(self.ids)
 
     def running(self) -> Iterator[Tensor]:

@@ -125,6 +125,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
+        """Device memory held."""
         return self._buffer.nbytes
 
     def numbers(self, count: int) -> Tensor:

@@ -42,6 +42,19 @@ def log_softmax(stream: Stream, logits: Tensor, out: Tensor) -> None:
     stream.launch(LOG_SOFTMAX, launch, logits, out)
 
 
+def log_softmax_row(logits: Floats) -> Floats:
+    """Log-probabilities of one row on the host, [V] -> [V], with the kernel's own bits.
+
+    Raises:
+        StrataError: a value is not finite.
+    """
+    require_finite(logits)
+    out = np.empty((1, logits.size), F32)
+    _log_softmax(0, 1, np.ascontiguousarray(logits).reshape(1, -1), out)
+    row: Floats = out[0]
+    return row
+
+
 def top_k(values: Floats, k: int) -> NDArray[np.int64]:
     """Ids of the k largest values of one row on the host, best first, equal ones by lower id.
 

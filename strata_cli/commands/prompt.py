@@ -1,0 +1,173 @@
+"""Where a prompt comes from: an argument, a file, stdin, or token ids; and what it becomes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from strata_cli.engine.engine import Engine
+from strata_cli.engine.model.chat_prompt import encode_chat
+from strata_cli.errors import ConfigError, InputError
+
+STDIN = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSource:
+    """What the command line says about the prompt.
+
+    Attributes:
+        text: the argument; "-" reads stdin.
+        file: a text file.
+        tokens: ids written as "1,2,3".
+        tokens_file: a JSON file with a list of ids.
+        raw: read the text as it is, without a chat template.
+        chat: require the chat template.
+        system: system message of the chat.
+    """
+
+    text: str | None
+    file: Path | None
+    tokens: str | None
+    tokens_file: Path | None
+    raw: bool
+    chat: bool
+    system: str | None
+
+    def check(self) -> None:
+        """Refuse flags that contradict each other.
+
+        Raises:
+            ConfigError: naming the flags.
+        """
+        sources = {
+            "PROMPT": self.text,
+            "--file": self.file,
+            "--tokens": self.tokens,
+            "--tokens-file": self.tokens_file,
+        }
+        given = [name for name, value in sources.items() if value is not None]
+        if len(given) > 1:
+            raise _conflict(given[0], given[1], "give the prompt once")
+        if self.raw and self.chat:
+            raise _conflict("--raw", "--chat", "choose one")
+        plain = "--raw" if self.raw else given[0] if given and given[0].startswith("--tok") else ""
+        for flag, is_given in (("--system", self.system is not None), ("--chat", self.chat)):
+            if plain and is_given:
+                raise _conflict(plain, flag, f"{flag} needs the chat template")
+
+    def is_from_stdin(self) -> bool:
+        """Whether the prompt is to be read from stdin."""
+        others = (self.file, self.tokens, self.tokens_file)
+        return self.text == STDIN or (self.text is None and not any(others))
+
+    def read(self) -> str | list[int]:
+        """The prompt's text, or its token ids.
+
+        Raises:
+            InputError: it cannot be read, is empty, or is not what it should be.
+        """
+        if self.tokens is not None:
+            return _parse_ids(self.tokens)
+        if self.tokens_file is not None:
+            return _parse_ids_file(self.tokens_file)
+        if self.is_from_stdin():
+            text = _read_stdin(is_explicit=self.text == STDIN)
+        else:
+            text = _read_file(self.file) if self.file is not None else self.text or ""
+        if not text:
+            raise InputError("the prompt is empty", hint="give some text to read")
+        return text
+
+    def encode(self, engine: Engine, prompt: str | list[int]) -> list[int]:
+        """Token ids as the model will read them.
+
+        Raises:
+            InputError: --chat or --system with a model that has no chat template, or an id
+                outside the vocabulary.
+        """
+        tokenizer, template = engine.tokenizer, engine.chat_template
+        if isinstance(prompt, list):
+            tokenizer.check_ids(prompt)
+            return prompt
+        if template is None and (self.chat or self.system is not None):
+            flag = "--chat" if self.chat else "--system"
+            raise InputError(
+                f"{flag} needs a chat template, and {engine.model_name} has none",
+                hint="use --raw to read the text as it is",
+            )
+        if self.raw or template is None:
+            return tokenizer.encode(prompt, parse_special=True)
+        messages = [{"role": "user", "content": prompt}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return encode_chat(template, tokenizer, messages, enable_thinking=False).ids
+
+
+def _conflict(one: str, other: str, hint: str) -> ConfigError:
+    return ConfigError(f"{one} and {other} cannot be used together", hint=hint)
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(
+            f"--tokens must be whole numbers with commas between, got {text!r}",
+            hint="for example --tokens 9906,11,1917",
+        ) from None
+
+
+def _parse_ids_file(path: Path) -> list[int]:
+    try:
+        ids = orjson.loads(_read_bytes(path))
+    except orjson.JSONDecodeError as error:
+        raise InputError(
+            f"{path} is not valid JSON: {error}",
+            hint="--tokens-file wants a list such as [1, 2, 3]",
+        ) from None
+    if not isinstance(ids, list) or not all(type(item) is int for item in ids):
+        raise InputError(
+            f"{path} is not a list of whole numbers", hint="--tokens-file wants [1, 2, 3]"
+        )
+    if not ids:
+        raise InputError(f"{path} has no token ids", hint="give at least one")
+    return ids
+
+
+def _read_stdin(*, is_explicit: bool) -> str:
+    if sys.stdin is None or sys.stdin.closed:
+        raise InputError("cannot read the prompt: stdin is closed", hint="give PROMPT or --file")
+    if not is_explicit and sys.stdin.isatty():
+        raise InputError("no prompt", hint='strata read "your text", --file FILE, or pipe it in')
+    try:
+        data = sys.stdin.buffer.read()
+    except OSError as error:
+        raise InputError(
+            f"cannot read the prompt from stdin: {error.strerror}", hint="give PROMPT or --file"
+        ) from error
+    return _decode(data, "stdin")
+
+
+def _read_file(path: Path) -> str:
+    return _decode(_read_bytes(path), str(path))
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}", hint="check the path") from error
+
+
+def _decode(data: bytes, origin: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{origin} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}",
+            hint="convert it, for example with iconv -t utf-8",
+        ) from None

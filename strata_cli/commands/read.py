@@ -1,0 +1,204 @@
+"""`strata read`: one prompt in; next-token log-probabilities, or text, out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import orjson
+
+from strata_cli.commands.options import config_options, load_config
+from strata_cli.commands.progress import progress_bar
+from strata_cli.commands.prompt import PromptSource
+from strata_cli.commands.report import as_json, as_table
+from strata_cli.config import StrataConfig
+from strata_cli.engine import reading
+from strata_cli.engine.decode.sampling import Sampler
+from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.model.tokenizer import StreamDecoder
+from strata_cli.engine.reading import ReadRequest, ReadResult, save_logits
+from strata_cli.errors import ConfigError
+from strata_cli.models import DEMO_MODEL_PATH
+
+DEFAULT_TOP = 5
+
+FILE = click.Path(path_type=Path)
+
+
+@click.command(short_help="Read one prompt: next-token probabilities, or text.")
+@click.argument("prompt", required=False)
+@click.option("-f", "--file", type=FILE, metavar="FILE", help="Read the prompt from a text file.")
+@click.option("--tokens", metavar="IDS", help="Prompt as token ids: 1,2,3.")
+@click.option("--tokens-file", type=FILE, metavar="FILE", help="Prompt as a JSON list of ids.")
+@click.option("--raw", is_flag=True, help="Read the text as it is, without a chat template.")
+@click.option("--chat", is_flag=True, help="Read as a user's turn (the default when possible).")
+@click.option("--system", metavar="TEXT", help="System message in front of the chat.")
+@click.option("--top", type=click.IntRange(0), metavar="K", help="Report the K likeliest tokens.")
+@click.option(
+    "--allowed", multiple=True, metavar="TEXT", help="Report this one-token text. Repeatable."
+)
+@click.option("--allowed-token-ids", metavar="IDS", help="Report these token ids: 1,2,3.")
+@click.option(
+    "--max-tokens", type=click.IntRange(0), default=0, metavar="N", help="Generate up to N tokens."
+)
+@click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
+@click.option("--logits-out", type=FILE, metavar="FILE.npy", help="Save the last logits, [V].")
+@click.option("--all-logits-out", type=FILE, metavar="FILE.npy", help="Save all logits, [T, V].")
+@config_options(
+    "model",
+    "device",
+    "threads",
+    "max_context",
+    "prefill",
+    "deterministic",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "state_hash",
+    "progress",
+)
+def read(
+    prompt: str | None,
+    file: Path | None,
+    tokens: str | None,
+    tokens_file: Path | None,
+    raw: bool,
+    chat: bool,
+    system: str | None,
+    top: int | None,
+    allowed: tuple[str, ...],
+    allowed_token_ids: str | None,
+    max_tokens: int,
+    is_json: bool,
+    logits_out: Path | None,
+    all_logits_out: Path | None,
+    **flags: Any,
+) -> None:
+    """Read PROMPT and print what the model makes of it.
+
+    Without --max-tokens the likeliest next tokens are printed; with it, text is generated and
+    printed as it comes. PROMPT may also come from --file, --tokens, --tokens-file or stdin.
+
+    Log-probabilities are natural logarithms over the whole vocabulary, before sampling rules.
+
+    \b
+    strata read "Which of these is a fruit?" --allowed A --allowed B
+    echo "Once upon a time" | strata read --raw --max-tokens 40
+    """
+    config = load_config(flags)
+    source = PromptSource(
+        text=prompt,
+        file=file,
+        tokens=tokens,
+        tokens_file=tokens_file,
+        raw=raw,
+        chat=chat,
+        system=system,
+    )
+    source.check()
+    text_or_ids = source.read()
+    ids_allowed = _parse_allowed_ids(allowed_token_ids)
+    started = time.perf_counter()
+    with _open_engine(config) as engine, engine.sequence() as sequence:
+        load_ms = (time.perf_counter() - started) * 1e3
+        request = ReadRequest(
+            ids=source.encode(engine, text_or_ids),
+            top=_top(top, bool(allowed or ids_allowed), max_tokens),
+            allowed_ids=_allowed(engine, allowed, ids_allowed),
+            max_tokens=max_tokens,
+            sampler=_sampler(config),
+            all_logits=all_logits_out is not None,
+            state_hash=config.state_hash,
+            deterministic=config.deterministic,
+        )
+        writer = None if is_json else TextWriter(engine)
+        with progress_bar("reading", "tok", config.progress) as progress:
+            result = reading.read(
+                engine,
+                sequence,
+                request,
+                on_token=writer.push if writer else None,
+                progress=progress,
+            )
+        if logits_out is not None:
+            save_logits(logits_out, result.logits)
+        if all_logits_out is not None and result.all_logits is not None:
+            save_logits(all_logits_out, result.all_logits)
+        if writer is None:
+            report = as_json(engine, request, result, load_ms)
+            click.echo(orjson.dumps(report, option=orjson.OPT_INDENT_2))
+        else:
+            writer.finish(request, result)
+
+
+class TextWriter:
+    """Prints generated text as it comes, then the tables that were asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._decoder = StreamDecoder(engine.tokenizer, skip_control=True)
+
+    def push(self, token_id: int) -> None:
+        """Print what a token completes."""
+        click.echo(self._decoder.push(token_id), nl=False)
+        sys.stdout.flush()
+
+    def finish(self, request: ReadRequest, result: ReadResult) -> None:
+        """Print the rest."""
+        if request.max_tokens:
+            click.echo(self._decoder.finish())
+        for entries in (result.allowed, result.top):
+            if entries:
+                click.echo(as_table(self._engine, entries))
+        if result.state_hash is not None:
+            click.echo(result.state_hash.line())
+
+
+def _open_engine(config: StrataConfig) -> Engine:
+    options = EngineOptions(
+        model=config.model or DEMO_MODEL_PATH,
+        device=config.device,
+        threads=config.threads,
+        max_context=config.max_context,
+        prefill=config.prefill,
+    )
+    with progress_bar("loading", "B", config.progress, scale=True) as progress:
+        return Engine.open(options, progress)
+
+
+def _sampler(config: StrataConfig) -> Sampler:
+    return Sampler(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        seed=config.seed,
+    )
+
+
+def _top(top: int | None, has_allowed: bool, max_tokens: int) -> int:
+    if top is not None:
+        return top
+    return 0 if has_allowed or max_tokens else DEFAULT_TOP
+
+
+def _allowed(engine: Engine, texts: tuple[str, ...], ids: list[int]) -> tuple[int, ...]:
+    engine.tokenizer.check_ids(ids)
+    return (*(engine.tokenizer.single_token(text) for text in texts), *ids)
+
+
+def _parse_allowed_ids(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--allowed-token-ids must be whole numbers with commas between, got {text!r}",
+            hint="for example --allowed-token-ids 32,33",
+        ) from None

@@ -1,0 +1,229 @@
+"""One read: a prompt's tokens in; next-token log-probabilities, and text tokens on wish, out.
+
+Log-probabilities are the raw full-vocabulary log-softmax of the model's logits, before temperature
+and any other sampling rule.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.decode.sampling import Sampler, choose
+from strata_cli.engine.engine import Engine, Sequence
+from strata_cli.engine.forward.state import StateHash
+from strata_cli.engine.kernels.head import log_softmax_row, top_k
+from strata_cli.engine.prefill.chunks import Wanted
+from strata_cli.errors import InputError
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+GREEDY = Sampler()
+
+REPEAT_LIMIT = 256
+"""A run of this many equal tokens ends the answer: the model is stuck."""
+
+
+class TokenLogprob(NamedTuple):
+    """A token id and its natural-log probability over the whole vocabulary."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRequest:
+    """What to read and what to report.
+
+    Attributes:
+        ids: the prompt's tokens, at least one.
+        top: how many of the most likely next tokens to report.
+        allowed_ids: tokens reported whatever their rank, in this order.
+        max_tokens: tokens to generate after the prompt.
+        sampler: how they are chosen.
+        all_logits: keep the logits of every prompt position.
+        state_hash: fingerprint the state after the prompt and what was generated.
+        deterministic: force a canonical read on or off; None decides by what is read.
+    """
+
+    ids: list[int]
+    top: int = 0
+    allowed_ids: tuple[int, ...] = ()
+    max_tokens: int = 0
+    sampler: Sampler = GREEDY
+    all_logits: bool = False
+    state_hash: bool = False
+    deterministic: bool | None = None
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether this is a canonical read: asked for, or one token's log-probabilities."""
+        if self.deterministic is not None:
+            return self.deterministic
+        return self.max_tokens <= 1 and bool(self.top or self.allowed_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Milliseconds of wall time, and tokens per second that follow from them."""
+
+    prompt_ms: float
+    generate_ms: float
+    prompt_tokens_per_s: float
+    generate_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadResult:
+    """What a read found.
+
+    Attributes:
+        logits: the last prompt position's, [V].
+        all_logits: [prompt tokens, V] when asked for.
+        top: most likely next tokens after the prompt, best first, ties to the lower id.
+        allowed: one entry per allowed id, in the order asked.
+        generated_ids: without the token that ended the answer.
+        finish_reason: "stop" (the model ended its answer), "length", or None when nothing was
+            to be generated.
+        state_hash: when asked for.
+    """
+
+    logits: NDArray[np.float32]
+    all_logits: NDArray[np.float32] | None
+    top: list[TokenLogprob]
+    allowed: list[TokenLogprob]
+    generated_ids: list[int]
+    finish_reason: FinishReason | None
+    state_hash: StateHash | None
+    timings: Timings
+
+
+def read(
+    engine: Engine,
+    sequence: Sequence,
+    request: ReadRequest,
+    *,
+    on_token: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ReadResult:
+    """Read a prompt into a sequence and answer the request.
+
+    Args:
+        engine: the sequence's engine.
+        sequence: where the tokens go; advances by the prompt and what is generated.
+        request: what to report.
+        on_token: called with each generated token as soon as it is known.
+        progress: called with (tokens read, tokens in all) while the prompt is read.
+
+    Raises:
+        InputError: the prompt is empty, has ids outside the vocabulary, or prompt and answer do
+            not fit the context.
+    """
+    _check_room(engine, sequence, request)
+    started = time.perf_counter()
+    wanted: Wanted = "all" if request.all_logits else "last"
+    logits = sequence.prefill(request.ids, logits=wanted, progress=progress)
+    last = logits[-1] if request.all_logits else logits
+    prompt_s = time.perf_counter() - started
+    top, allowed = next_token_logprobs(last, request.top, request.allowed_ids)
+    started = time.perf_counter()
+    generated, finish, steps = _generate(engine, sequence, request, last, on_token)
+    generate_s = time.perf_counter() - started
+    return ReadResult(
+        logits=last,
+        all_logits=logits if request.all_logits else None,
+        top=top,
+        allowed=allowed,
+        generated_ids=generated,
+        finish_reason=finish,
+        state_hash=sequence.state_hash() if request.state_hash else None,
+        timings=Timings(
+            prompt_ms=prompt_s * 1e3,
+            generate_ms=generate_s * 1e3,
+            prompt_tokens_per_s=len(request.ids) / prompt_s,
+            generate_tokens_per_s=steps / generate_s if steps else 0.0,
+        ),
+    )
+
+
+def next_token_logprobs(
+    logits: NDArray[np.float32], top: int, allowed_ids: tuple[int, ...]
+) -> tuple[list[TokenLogprob], list[TokenLogprob]]:
+    """The most likely tokens and the named ones.
+
+    Args:
+        logits: [V].
+        top: how many of the most likely, at most V.
+        allowed_ids: ids inside the vocabulary.
+    """
+    if not top and not allowed_ids:
+        return [], []
+    logprobs = log_softmax_row(logits)
+    best = [int(i) for i in top_k(logprobs, min(top, logprobs.size))] if top else []
+    return _name(logprobs, best), _name(logprobs, allowed_ids)
+
+
+def _name(logprobs: NDArray[np.float32], ids: Iterable[int]) -> list[TokenLogprob]:
+    return [TokenLogprob(token_id, float(logprobs[token_id])) for token_id in ids]
+
+
+def _check_room(engine: Engine, sequence: Sequence, request: ReadRequest) -> None:
+    need = sequence.position + len(request.ids) + request.max_tokens
+    if need > engine.context_tokens:
+        raise InputError(
+            f"{len(request.ids)} prompt tokens and {request.max_tokens} tokens to generate do not "
+            f"fit the context of {engine.context_tokens} tokens",
+            hint="shorten the prompt, lower --max-tokens or raise --max-context",
+        )
+
+
+def _generate(
+    engine: Engine,
+    sequence: Sequence,
+    request: ReadRequest,
+    logits: NDArray[np.float32],
+    on_token: Callable[[int], None] | None,
+) -> tuple[list[int], FinishReason | None, int]:
+    generated: list[int] = []
+    if not request.max_tokens:
+        return generated, None, 0
+    for index in range(request.max_tokens):
+        token_id = choose(logits, request.sampler, step=index)
+        if token_id in engine.tokenizer.eos_ids:
+            return generated, "stop", index + 1
+        generated.append(token_id)
+        if on_token is not None:
+            on_token(token_id)
+        if _is_stuck(generated) or index + 1 == request.max_tokens:
+            break
+        logits = sequence.step(token_id)
+    return generated, "length", len(generated)
+
+
+def _is_stuck(generated: list[int]) -> bool:
+    tail = generated[-REPEAT_LIMIT:]
+    return len(tail) == REPEAT_LIMIT and len(set(tail)) == 1
+
+
+def save_logits(path: Path, logits: NDArray[np.float32]) -> None:
+    """Write logits as a .npy file, whole or not at all.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            np.save(file, logits)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InputError(
+            f"cannot write {path}: {error.strerror}", hint="check the folder and its space"
+        ) from error
