@@ -8,32 +8,34 @@ order of float32 operations, so its values are those of ``model.quants.dequantiz
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils as numba_cgutils
 from numpy.typing import NDArray
 
-from strata_cli.engine.kernels import dequant_blocks
-from strata_cli.engine.kernels.dequant_loads import call_dequantizer, copy_floats
-from strata_cli.engine.kernels.jit import c_function, inline_jit
-from strata_cli.engine.model.quants import BLOCK, QuantType, grid
+from strata_cli.engine.kernels import dequant_blocks, dequant_books
+from strata_cli.engine.kernels.dequant_lanes import Block
+from strata_cli.engine.kernels.jit import c_function, inline_jit, intrinsic
+from strata_cli.engine.kernels.pointers import Integer, call_decoder, copy_floats
+from strata_cli.engine.model.quants import BLOCK, BlockLayout, QuantType, grid
 
-# (bytes of the blocks, floats out, number of blocks, code book or null)
-_SIGNATURE = types.void(
-    types.CPointer(types.uint8),
-    types.CPointer(types.float32),
-    types.intp,
-    types.CPointer(types.int8),
-)
+cgutils: Any = numba_cgutils  # carries no types
+
+# (blocks, weights out, number of blocks, code book), the first two and the last as addresses
+_SIGNATURE = types.void(types.intp, types.intp, types.intp, types.intp)
 
 
 class Dequantizer(NamedTuple):
     """One type's decoder as compiled callers use it.
 
     Attributes:
-        function: address of ``void f(uint8 *blocks, float *weights, int64 count, int8 *table)``,
-            or 0 when the bytes are float32 weights already.
+        function: address of ``void f(int64 blocks, int64 weights, int64 count, int64 table)``, or
+            0 when the bytes are float32 weights already.
         table: address of the type's code book, or 0; both addresses stay valid for ever.
         block_weights: weights per block.
     """
@@ -60,27 +62,73 @@ def dequantizer(qtype: int) -> Dequantizer:
 
 
 def _build(qtype: QuantType) -> Dequantizer:
-    block_weights = BLOCK[qtype].weights
+    layout = BLOCK[qtype]
     if qtype == QuantType.F32:
-        return Dequantizer(0, 0, block_weights)
-    compiled = c_function(_SIGNATURE, getattr(dequant_blocks, qtype.name.lower()))
+        return Dequantizer(0, 0, layout.weights)
+    name = qtype.name.lower()
+    decoder = getattr(dequant_books, name, None) or getattr(dequant_blocks, name)
+    compiled = c_function(_SIGNATURE, _named_loop(decoder, layout))
     _keep_alive.append(compiled)
-    return Dequantizer(compiled.address, _code_book_address(qtype), block_weights)
+    return Dequantizer(compiled.address, _code_book_address(qtype), layout.weights)
 
 
 def _code_book_address(qtype: QuantType) -> int:
-    if qtype not in dequant_blocks.CODE_BOOKS:
+    if not qtype.name.startswith(("IQ1", "IQ2", "IQ3")):
         return 0
     table: NDArray[np.int8] = np.ascontiguousarray(grid(qtype))
     _keep_alive.append(table)
     return int(table.ctypes.data)
 
 
+_emit_loop: Any = None  # what _loop calls; every copy of it has its own
+
+
+def _loop(blocks: int, weights: int, count: int, table: int) -> None:
+    _emit_loop(blocks, weights, count, table)
+
+
+def _named_loop(decoder: Callable[[Block], None], layout: BlockLayout) -> Callable[..., Any]:
+    """The function to compile for a decoder.
+
+    numba keys its disk cache by a function's file, name and first line, and drops an entry when
+    the file changes. So each decoder gets a copy of _loop that claims to stand where it stands.
+    """
+    code = _loop.__code__.replace(
+        co_filename=decoder.__code__.co_filename,
+        co_firstlineno=decoder.__code__.co_firstlineno,
+        co_name=decoder.__name__,
+        co_qualname=decoder.__qualname__,
+    )
+    scope = {"_emit_loop": _loop_over_blocks(decoder, layout), "__name__": decoder.__module__}
+    return FunctionType(code, scope)
+
+
+def _loop_over_blocks(decoder: Callable[[Block], None], layout: BlockLayout) -> Callable[..., Any]:
+    """Intrinsic (blocks, weights, count, table): decode count blocks."""
+
+    def decode(_typing: Any, _blocks: Any, _weights: Any, _count: Any, _table: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            source, target, count, table = args
+            i8, f32 = ir.IntType(8).as_pointer(), ir.FloatType().as_pointer()
+            source, table = builder.inttoptr(source, i8), builder.inttoptr(table, i8)
+            target = builder.inttoptr(target, f32)
+            with cgutils.for_range(builder, count) as loop:
+                from_byte = builder.mul(loop.index, ir.Constant(count.type, layout.nbytes))
+                to_weight = builder.mul(loop.index, ir.Constant(count.type, layout.weights))
+                block = builder.gep(source, [from_byte])
+                decoder(Block(builder, block, builder.gep(target, [to_weight]), table))
+            return context.get_dummy_value()
+
+        return _SIGNATURE, generate
+
+    return intrinsic(decode)
+
+
 @inline_jit
-def copy_decoded(decoder: Dequantizer, source: int, target: int, weights: int) -> None:
+def copy_decoded(decoder: Dequantizer, source: Integer, target: Integer, weights: Integer) -> None:
     """Decode one row at address source to float32 at address target; for compiled code."""
     if decoder.function == 0:
         copy_floats(target, source, weights)
     else:
         blocks = weights // decoder.block_weights
-        call_dequantizer(decoder.function, source, target, blocks, decoder.table)
+        call_decoder(decoder.function, source, target, blocks, decoder.table)

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.dequant import dequantizer
-from strata_cli.engine.kernels.dequant_loads import address_of, call_dequantizer
 from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
+from strata_cli.engine.kernels.pointers import Integer, address_of, call_decoder
 from strata_cli.engine.kernels.shapes import expect
 from strata_cli.engine.kernels.simd import tile_1x1, tile_4x1, tile_4x4
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
@@ -48,15 +48,15 @@ _PADDING = 16  # floats between decoded rows: rows 4 KiB apart would compete for
 
 @inline_jit
 def _multiply(
-    w: int,
-    w_stride: int,
-    rows: int,
-    x: int,
-    cols: int,
-    row_of: int,
-    count: int,
-    out: int,
-    pitch: int,
+    w: Integer,
+    w_stride: Integer,
+    rows: Integer,
+    x: Integer,
+    cols: Integer,
+    row_of: Integer,
+    count: Integer,
+    out: Integer,
+    pitch: Integer,
 ) -> None:
     """out[p, r] = sum over k of w[r, k] * x[row_of[p], k], float32 rows w, for p < count."""
     x_stride = cols * _FLOAT_BYTES
@@ -117,7 +117,7 @@ def _product_items(
                     w_stride = (cols + _PADDING) * _FLOAT_BYTES
                     for i in range(n):
                         source, target = w + i * row_nbytes, floats + i * w_stride
-                        call_dequantizer(function, source, target, cols // block_weights, table)
+                        call_decoder(function, source, target, cols // block_weights, table)
                     w = floats
                 to = address_of(out) + first * pitch + row * _FLOAT_BYTES
                 _multiply(w, w_stride, n, address_of(x), cols, ids, count, to, pitch)
@@ -224,7 +224,7 @@ def _grouped_matmul(
     expert_start: Ints,
     out: Floats,
     qtype: int,
-    rows: int,
+    _rows: int,
     cols: int,
     offset_bytes: int,
 ) -> None:

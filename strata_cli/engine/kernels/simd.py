@@ -217,8 +217,10 @@ def make_tile(
 
 
 def _outline(module: Any, name: str, num_args: int) -> Any:
-    """A function of its own for a tile: inlined into a loop nest it takes three times as long to
-    compile and runs no faster."""
+    """A function of its own, for a tile.
+
+    Inlined into a loop nest it takes three times as long to compile and runs no faster.
+    """
     kind = ir.FunctionType(ir.VoidType(), [_I64] * num_args)
     function = ir.Function(module, kind, name)
     function.linkage = "internal"

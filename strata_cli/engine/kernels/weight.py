@@ -35,6 +35,7 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all rows."""
         return self.rows * row_bytes(self.qtype, self.cols)
 
 
@@ -56,4 +57,5 @@ class WeightLayout:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all rows."""
         return self.rows * row_bytes(self.qtype, self.cols)

@@ -1,0 +1,146 @@
+"""Decoders of the i-quants: codes are indices into a code book that comes with the type.
+
+Byte layouts and the order of float operations: ggml's block structs, as gguf's numpy dequantizers
+state them. Books: ``model.quants.grid``. All but iq4 store blocks of 256 weights.
+"""
+
+from __future__ import annotations
+
+from strata_cli.engine.kernels.dequant_lanes import Block, Lanes
+
+_IQ4_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_BITS = [1 << bit for bit in range(8)]
+
+
+def _signed(magnitudes: Lanes, signs: Lanes, first: int = 0) -> Lanes:
+    """Magnitudes, negative where bit first + lane of the scalar signs is set."""
+    count = magnitudes.value.type.count
+    bits = signs.unsigned(8).spread(count) & _BITS[first : first + count]
+    return bits.equals(0).pick(magnitudes, magnitudes.negated())
+
+
+def _even_signs(code: Lanes) -> Lanes:
+    """Eight sign bits from seven (32-bit scalar): the eighth makes their number even."""
+    folded = code.exclusive_or(code >> 4)
+    folded = folded.exclusive_or(folded >> 2)
+    folded = folded.exclusive_or(folded >> 1)
+    return code | ((folded & 1) << 7)
+
+
+def _nibble(block: Block, at: int, index: int) -> Lanes:
+    """Four bits of a packed list that starts at a byte, as a 32-bit scalar."""
+    return (block.byte(at + index // 2) >> (4 * (index % 2))) & 15
+
+
+def iq2_xxs(block: Block) -> None:
+    """Half d, then per 32 weights: 4 indices, 4 seven-bit signs and a 4-bit scale in 8 bytes."""
+    d = block.half(0)
+    for run in range(8):
+        word = block.integer(6 + 8 * run, 32)
+        scale = d * ((word >> 28).floats() + 0.5) * 0.25
+        for part in range(4):
+            values = block.entry(block.byte(2 + 8 * run + part), 8)
+            values = _signed(values, _even_signs((word >> (7 * part)) & 127))
+            block.store(32 * run + 8 * part, values.floats() * scale)
+
+
+def iq2_xs(block: Block) -> None:
+    """Half d, 32 words of 9-bit index and 7-bit signs, 16 4-bit scales."""
+    d = block.half(0)
+    for run in range(16):
+        scale = d * (_nibble(block, 66, run).floats() + 0.5) * 0.25
+        for part in range(2):
+            word = block.integer(2 + 4 * run + 2 * part, 16).unsigned(32)
+            values = _signed(block.entry(word & 511, 8), _even_signs(word >> 9))
+            block.store(16 * run + 8 * part, values.floats() * scale)
+
+
+def iq2_s(block: Block) -> None:
+    """Half d, 32 low index bytes, 32 sign bytes, 32 2-bit high indices, 16 4-bit scales."""
+    d = block.half(0)
+    for run in range(16):
+        scale = d * (_nibble(block, 74, run).floats() + 0.5) * 0.25
+        for group in (2 * run, 2 * run + 1):
+            high = (block.byte(66 + group // 4) >> (2 * (group % 4))) & 3
+            values = block.entry(block.byte(2 + group) | (high << 8), 8)
+            values = _signed(values, block.byte(34 + group))
+            block.store(8 * group, values.floats() * scale)
+
+
+def iq3_xxs(block: Block) -> None:
+    """Half d, 64 indices, then per 32 weights: 4 seven-bit signs and a 4-bit scale in 4 bytes."""
+    d = block.half(0)
+    for run in range(8):
+        word = block.integer(66 + 4 * run, 32)
+        scale = d * ((word >> 28).floats() + 0.5) * 0.5
+        for part in range(8):
+            values = block.entry(block.byte(2 + 8 * run + part), 4)
+            signs = _even_signs((word >> (7 * (part // 2))) & 127)
+            values = _signed(values, signs, 4 * (part % 2))
+            block.store(32 * run + 4 * part, values.floats() * scale)
+
+
+def iq3_s(block: Block) -> None:
+    """Half d, 64 low index bytes, 64 high index bits, 32 sign bytes, 8 4-bit scales."""
+    d = block.half(0)
+    for run in range(8):
+        scale = d * (_nibble(block, 106, run) * 2 + 1).floats()
+        for part in range(8):
+            group = 8 * run + part
+            high = (block.byte(66 + run) >> part) & 1
+            values = block.entry(block.byte(2 + group) | (high << 8), 4)
+            values = _signed(values, block.byte(74 + group // 2), 4 * (part % 2))
+            block.store(4 * group, values.floats() * scale)
+
+
+def _shifted(values: Lanes, is_minus: Lanes, scale: Lanes) -> Lanes:
+    """(values + 1/8) * scale, or minus 1/8 where the scalar is_minus is not zero."""
+    delta = is_minus.equals(0).pick(scale.constant(0.125), scale.constant(-0.125))
+    return (values.floats() + delta) * scale
+
+
+def iq1_s(block: Block) -> None:
+    """Half d, 32 low index bytes, then per 32 weights a word: 4 high indices, scale, delta sign."""
+    d = block.half(0)
+    for run in range(8):
+        word = block.integer(34 + 2 * run, 16).unsigned(32)
+        scale = d * (((word >> 12) & 7) * 2 + 1).floats()
+        for part in range(4):
+            high = (word >> (3 * part)) & 7
+            values = block.entry(block.byte(2 + 4 * run + part) | (high << 8), 8)
+            block.store(32 * run + 8 * part, _shifted(values, word & 0x8000, scale))
+
+
+def iq1_m(block: Block) -> None:
+    """32 low index bytes, 32 nibbles of high index and delta sign, 4 words of 4 3-bit scales.
+
+    The half d is spread over the top four bits of the words.
+    """
+    words = [block.integer(48 + 2 * i, 16) for i in range(4)]
+    bits = (words[0] >> 12) | ((words[1] >> 8) & 0xF0) | ((words[2] >> 4) & 0xF00)
+    d = block.half_from(bits | (words[3] & 0xF000))
+    for run in range(16):
+        code = (words[run // 4].unsigned(32) >> (3 * (run % 4))) & 7
+        scale = d * (code * 2 + 1).floats()
+        for group in (2 * run, 2 * run + 1):
+            high = _nibble(block, 32, group)
+            values = block.entry(block.byte(group) | ((high & 7) << 8), 8)
+            block.store(8 * group, _shifted(values, high & 8, scale))
+
+
+def iq4_nl(block: Block) -> None:
+    """Half d, 16 bytes of two codes: weights 0..15 in the low halves, 16..31 in the high ones."""
+    d, codes = block.half(0), block.bytes(2, 16)
+    block.store(0, (codes & 15).look_up(_IQ4_BOOK).floats() * d)
+    block.store(16, (codes >> 4).look_up(_IQ4_BOOK).floats() * d)
+
+
+def iq4_xs(block: Block) -> None:
+    """Half d, 8 2-bit high scales, 8 4-bit low scales, 8 runs of codes as in iq4_nl."""
+    d, high_scales = block.half(0), block.integer(2, 16).unsigned(32)
+    for run in range(8):
+        high = (high_scales >> (2 * run)) & 3
+        scale = d * ((_nibble(block, 4, run) | (high << 4)) - 32).floats()
+        codes = block.bytes(8 + 16 * run, 16)
+        block.store(32 * run, (codes & 15).look_up(_IQ4_BOOK).floats() * scale)
+        block.store(32 * run + 16, (codes >> 4).look_up(_IQ4_BOOK).floats() * scale)
