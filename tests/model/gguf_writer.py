@@ -26,17 +26,6 @@ _FORMATS = {
 Scalar = bool | int | float | str
 
 
-def text_bytes(text: str | bytes) -> bytes:
-    raw = text.encode() if isinstance(text, str) else text
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def value_bytes(kind: ValueType, value: Scalar) -> bytes:
-    if kind is ValueType.STRING:
-        return text_bytes(str(value))
-    return struct.pack(_FORMATS[kind], value)
-
-
 @dataclass
 class StoredTensor:
     """A directory line and its data; offset None means where it belongs."""
@@ -77,19 +66,24 @@ class GgufBuilder:
 
     def header(self) -> bytes:
         """Everything before the padding and the tensor data."""
+        return b"".join(self.header_parts())
+
+    def header_parts(self) -> list[bytes]:
+        """The header cut where one field ends and the next begins."""
         num_tensors = len(self.tensors) if self.num_tensors is None else self.num_tensors
         num_keys = len(self.values) if self.num_keys is None else self.num_keys
-        parts = [b"GGUF", struct.pack("<IQQ", self.version, num_tensors, num_keys)]
+        parts = [b"GGUF", struct.pack("<I", self.version)]
+        parts += [struct.pack("<Q", num_tensors), struct.pack("<Q", num_keys)]
         for key, (kind, value) in self.values.items():
-            parts += [text_bytes(key), _typed_value(kind, value)]
+            parts += [*_text_parts(key), *_typed_value(kind, value)]
         offset = 0
         for tensor in self.tensors:
             at = offset if tensor.offset is None else tensor.offset
-            parts += [text_bytes(tensor.name), struct.pack("<I", len(tensor.shape))]
+            parts += [*_text_parts(tensor.name), struct.pack("<I", len(tensor.shape))]
             parts += [struct.pack("<Q", extent) for extent in reversed(tensor.shape)]
-            parts += [struct.pack("<IQ", tensor.type_id, at)]
+            parts += [struct.pack("<I", tensor.type_id), struct.pack("<Q", at)]
             offset += self._padded(len(tensor.data))
-        return b"".join(parts)
+        return parts
 
     def to_bytes(self) -> bytes:
         """The whole file."""
@@ -117,9 +111,21 @@ def _entry(kind: ValueType, value: Scalar | Sequence[Scalar]) -> Entry:
     return Entry(kind, None, lambda: scalar)
 
 
-def _typed_value(kind: ValueType, value: Scalar | Sequence[Scalar]) -> bytes:
+def _typed_value(kind: ValueType, value: Scalar | Sequence[Scalar]) -> list[bytes]:
     if isinstance(value, (list, tuple)):
-        head = struct.pack("<IIQ", ValueType.ARRAY, kind, len(value))
-        return head + b"".join(value_bytes(kind, item) for item in value)
+        parts = [struct.pack("<I", number) for number in (ValueType.ARRAY, kind)]
+        parts.append(struct.pack("<Q", len(value)))
+        return parts + [part for item in value for part in _value_parts(kind, item)]
     assert isinstance(value, Scalar)
-    return struct.pack("<I", kind) + value_bytes(kind, value)
+    return [struct.pack("<I", kind), *_value_parts(kind, value)]
+
+
+def _value_parts(kind: ValueType, value: Scalar) -> list[bytes]:
+    if kind is ValueType.STRING:
+        return _text_parts(str(value))
+    return [struct.pack(_FORMATS[kind], value)]
+
+
+def _text_parts(text: str) -> list[bytes]:
+    raw = text.encode()
+    return [struct.pack("<Q", len(raw)), raw]
