@@ -168,7 +168,11 @@ def _open_engine(config: StrataConfig) -> Engine:
         prefill=config.prefill,
     )
     with progress_bar("loading", "B", config.progress, scale=True) as progress:
-        return Engine.open(options, progress)
+        return Engine.open(options, progress, notice=_notice)
+
+
+def _notice(text: str) -> None:
+    click.echo(f"strata: {text}", err=True)
 
 
 def _sampler(config: StrataConfig) -> Sampler:

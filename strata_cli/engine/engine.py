@@ -19,6 +19,7 @@ from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash, new_state
 from strata_cli.engine.forward.weights import load_weights
 from strata_cli.engine.forward.workspace import Workspace
+from strata_cli.engine.kernels.jit import IS_COLD
 from strata_cli.engine.model.chat_template import ChatTemplate
 from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.engine.model.tensors import load_model_file
@@ -88,12 +89,18 @@ class Engine:
         self._resources = resources
 
     @classmethod
-    def open(cls, options: EngineOptions, progress: Progress | None = None) -> Self:
+    def open(
+        cls,
+        options: EngineOptions,
+        progress: Progress | None = None,
+        notice: Callable[[str], None] | None = None,
+    ) -> Self:
         """Load a model.
 
         Args:
             options: what to load, where, and how large.
             progress: called with (bytes done, bytes in all) while weights load.
+            notice: called with a sentence when something unusual will take time.
 
         Raises:
             ModelError: the file is missing, damaged or unsupported.
@@ -103,6 +110,8 @@ class Engine:
         with ExitStack() as resources:
             model = resources.enter_context(load_model_file(options.model))
             device = resources.enter_context(open_device(options.device, threads=options.threads))
+            if IS_COLD and notice is not None and device.name == "host":
+                notice("compiling kernels for this processor; later starts find them in the cache")
             context_tokens = _context_tokens(model.spec, options.max_context)
             chunk_tokens = min(options.prefill or AUTO_PREFILL_TOKENS, context_tokens)
             stream = device.stream("compute")

@@ -1,16 +1,25 @@
 """The one door to numba: typed decorators, so that every host kernel is compiled the same way.
 
 Float semantics are strict (no fastmath, no contraction): a result may not depend on how the
-compiler vectorised a loop. Compiled code is cached on disk beside the sources, or in the user's
-cache folder when those are read-only.
+compiler vectorised a loop. Compiled code is cached on disk in a folder named after the sources of
+the whole room: numba by itself would keep a kernel whose helper, in another file, has changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+
+from strata_cli.engine.device.cache_folder import cache_root, sources_digest
+
+_CACHE = cache_root() / "host-kernels" / sources_digest(Path(__file__).parent.glob("*.py"))
+IS_COLD = not _CACHE.exists()
+"""True when this process is the first to compile these sources, which takes some seconds."""
+
+numba.config.CACHE_DIR = str(_CACHE)  # read by numba when a decorator asks for a cache
 
 # Nobody calls these through a C function pointer, and that wrapper takes a sixth of compile time.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
