@@ -73,15 +73,22 @@ class Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def environment() -> ImmutableSandboxedEnvironment:
+class Sandbox(ImmutableSandboxedEnvironment):
+    """A sandbox in which reaching for a forbidden attribute is an error, used or not."""
+
+    def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
+        """Refuse the attribute; jinja2's own would print as nothing."""
+        kind = type(obj).__name__
+        raise SecurityError(f"access to attribute {attribute!r} of {kind!r} object is unsafe.")
+
+
+def environment() -> Sandbox:
     """A sandbox with what chat templates expect to find, and nothing that changes its inputs.
 
     Source: transformers' apply_chat_template: blocks trimmed, loop controls, tojson that leaves
     characters as they are, raise_exception and strftime_now.
     """
-    sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     sandbox.filters["tojson"] = to_json
     sandbox.globals["raise_exception"] = refuse
     sandbox.globals["strftime_now"] = strftime_now

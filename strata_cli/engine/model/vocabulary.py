@@ -253,7 +253,7 @@ def _scalar(metadata: Mapping[str, Value], name: str, kind: type[_T]) -> _T | No
         return None
     if type(value) is not kind:  # a bool is an int to isinstance
         raise ModelError(
-            f"{PREFIX}{name} must be a {kind.__name__}, not {type(value).__name__}",
+            f"{PREFIX}{name} must be of type {kind.__name__}, not {type(value).__name__}",
             hint=_RECONVERT,
         )
     return value
