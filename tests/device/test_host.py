@@ -124,6 +124,19 @@ def test_a_failure_inside_a_graph_names_the_kernel(host: HostDevice) -> None:
         stream.synchronize()
 
 
+def test_an_event_before_a_failure_is_good(host: HostDevice) -> None:
+    def fail() -> None:
+        raise ValueError("planted")
+
+    stream, event = host.stream("compute"), host.event()
+    stream.record(event)
+    stream.call(fail)
+    with pytest.raises(DeviceError, match="planted"):
+        stream.synchronize()
+    event.synchronize()
+    assert event.query()
+
+
 def test_closing_drops_what_has_not_begun(host: HostDevice) -> None:
     stream, other, event = host.stream("compute"), host.stream("copy"), host.event()
     gate, ran = threading.Event(), []

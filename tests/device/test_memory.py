@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -38,6 +39,21 @@ def test_copies_go_between_all_homes(
     got = download(device, stream, dst)
     assert (got[:11] == 0xEE).all()
     np.testing.assert_array_equal(got[11:], values[: size - 11])
+
+
+@pytest.mark.parametrize("src_home", Home)
+def test_copies_can_be_enqueued_together(device: Device, stream: Stream, src_home: Home) -> None:
+    sizes = [1, 4_096, 3, 70_000, 0, 17]
+    values = np.random.default_rng(3).integers(0, 256, sum(sizes), np.uint8)
+    src, dst = tensor_at(device, src_home, sum(sizes)), tensor_at(device, Home.DEVICE, sum(sizes))
+    upload(device, stream, src, values)
+    edges = np.cumsum([0, *sizes])
+    rows = list(pairwise(edges.tolist()))
+    stream.copy_many([(dst.rows(a, b), src.rows(a, b)) for a, b in reversed(rows)])
+    np.testing.assert_array_equal(download(device, stream, dst), values)
+    stream.copy_many([])
+    with pytest.raises(ShapeError, match="4096"):
+        stream.copy_many([(dst.rows(0, 1), src.rows(0, 1)), (dst.rows(1, 2), src.rows(1, 4_097))])
 
 
 @pytest.mark.parametrize("home", Home)
@@ -77,7 +93,7 @@ def test_homes_say_what_the_host_can_see(device: Device) -> None:
         empty(device, (4,)).numpy()
 
 
-def test_a_pageable_source_is_read_when_the_copy_runs(device: Device, stream: Stream) -> None:
+def test_a_pinned_source_is_read_when_the_copy_runs(device: Device, stream: Stream) -> None:
     values = np.zeros(1_000, np.uint8)
     pinned = Tensor.over(device.allocate_pinned(1_000), (1_000,), np.uint8)
     dst = Tensor.over(device.allocate(1_000), (1_000,), np.uint8)

@@ -14,7 +14,7 @@ from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.device.transfer import download, upload
 from strata_cli.errors import DeviceError, ShapeError
 from tests.device.gates import held, standing_at
-from tests.device.kernels import SCALED_ADD, add, affine, one_thread_each
+from tests.device.kernels import ADD, AFFINE, SCALED_ADD, add, affine, one_thread_each
 
 
 def ones(device: Device, stream: Stream, size: int = 1) -> Tensor:
@@ -72,14 +72,23 @@ def test_a_stream_waits_for_the_event_of_another(device: Device, stream: Stream)
 def test_a_wait_is_for_the_latest_record_at_the_time_of_the_call(
     device: Device, stream: Stream
 ) -> None:
-    other, event = device.stream("copy"), device.event()
+    """The wait runs after the second record was made, and before that is reached.
+
+    One gate at a time: a device may call the host functions of all its streams from one thread.
+    """
+    first, other = device.stream("first"), device.stream("other")
+    opened, event, gate = device.event(), device.event(), threading.Event()
     stream.record(event)
-    with held(stream), held(other) as gate:
+    with held(first):
+        first.record(opened)
+        other.wait(opened)
         other.wait(event)
+        stream.wait(opened)
+        stream.call(standing_at(gate))
         stream.record(event)
-        gate.set()
-        other.synchronize()
-        assert not event.query()
+    other.synchronize()
+    assert not event.query()
+    gate.set()
     event.synchronize()
 
 
@@ -148,15 +157,13 @@ def test_work_behind_a_failure_is_dropped(device: Device, stream: Stream) -> Non
 
 
 def test_an_event_behind_a_failure_raises(device: Device, stream: Stream) -> None:
-    before, after = device.event(), device.event()
-    stream.record(before)
+    event = device.event()
     stream.call(fail)
-    stream.record(after)
-    before.synchronize()
+    stream.record(event)
     with pytest.raises(DeviceError, match="planted"):
-        after.synchronize()
+        event.synchronize()
     with pytest.raises(DeviceError, match="planted"):
-        after.query()
+        event.query()
 
 
 def test_a_failure_reaches_streams_that_waited_for_it(device: Device, stream: Stream) -> None:
@@ -271,3 +278,11 @@ def test_threads_with_streams_of_their_own_keep_the_order_of_events(device: Devi
 def test_fill_outside_a_byte_is_refused(device: Device, stream: Stream) -> None:
     with pytest.raises(ShapeError, match="256"):
         stream.fill(empty(device, (4,)), 256)
+
+
+def test_kernels_can_be_prepared_ahead(device: Device, stream: Stream) -> None:
+    device.prepare([ADD, SCALED_ADD, AFFINE])
+    device.prepare([AFFINE])
+    x = ones(device, stream)
+    affine(stream, x, 5, 1)
+    assert download(device, stream, x) == 6

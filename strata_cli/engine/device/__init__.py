@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 from strata_cli.engine.device.base import Device
 from strata_cli.engine.device.host import HostDevice
-from strata_cli.errors import ConfigError, DeviceError
+from strata_cli.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+RESERVE_BYTES = 700 << 20
 
 
-def open_device(name: str, *, threads: int = 0) -> Device:
+def open_device(
+    name: str, *, threads: int = 0, vram_bytes: int = 0, vram_reserve_bytes: int = RESERVE_BYTES
+) -> Device:
     """Opens the device that a setting names.
 
     Args:
-        name: "host", "cuda:N", or "auto": the first usable GPU, else the host.
+        name: "host", "cuda:N", or "auto": the first GPU if it can be used, else the host.
         threads: threads that share a launch on the host; 0 takes every usable processor.
+        vram_bytes: hard cap on device memory of a GPU; 0 takes what is free, less the reserve.
+        vram_reserve_bytes: what is then left to others.
 
     Raises:
         ConfigError: the name is malformed, or names a GPU that is not there or needs an install.
+        OutOfMemory: the GPU has not as much free as asked for.
     """
     if name == "host":
         return HostDevice(threads)
     if name == "auto":
-        return _open_auto(threads)
+        try:
+            return _open_cuda(0, vram_bytes, vram_reserve_bytes)
+        except ConfigError as error:
+            logger.info("computing on the host: %s", error.message)
+            return HostDevice(threads)
     if re.fullmatch(r"cuda:\d+", name):
-        return _open_cuda(int(name.partition(":")[2]))
+        return _open_cuda(int(name.partition(":")[2]), vram_bytes, vram_reserve_bytes)
     raise ConfigError(f"unknown device {name!r}", hint="auto, host, or cuda:N such as cuda:0")
 
 
-def _open_cuda(ordinal: int) -> Device:
-    raise ConfigError(
-        f"device cuda:{ordinal} cannot be used: cuda-python is not installed",
-        hint="pip install 'strata-cli[cuda]', or --device host",
-    )
+def _open_cuda(ordinal: int, vram_bytes: int, vram_reserve_bytes: int) -> Device:
+    # The bindings are an extra, and slow to import.
+    from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
+    from strata_cli.engine.device.cuda_driver import find_gpu
 
-
-def _open_auto(threads: int) -> Device:
-    try:
-        return _open_cuda(0)
-    except (ConfigError, DeviceError):
-        return HostDevice(threads)
+    options = CudaOptions(vram_bytes=vram_bytes, vram_reserve_bytes=vram_reserve_bytes)
+    return CudaDevice(find_gpu(ordinal), options)

@@ -7,7 +7,7 @@ above this room never asks which one it has; where it matters it asks ``device.h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -150,17 +150,24 @@ class HostFunction(Protocol):
 class Kernel:
     """One kernel: the same operation for every device, and its plain numpy statement.
 
+    A launch passes the CUDA function its arguments in order: a pointer for each Tensor, a
+    ``long long`` for each int, a ``float`` for each float.
+
     Attributes:
-        name: unique; also the CUDA function name.
+        name: unique; for messages, and the CUDA function where ``function`` is empty.
         host: body on the host device.
         reference: the operation in plain numpy; tests compare every device against it.
         source: file name, inside the kernels room, that holds the CUDA function; "" if none yet.
+        function: the CUDA function (extern "C"), or a template instance: "matmul<Q4_K, 2>".
+        defines: macros that the source is compiled with, "NAME" or "NAME=VALUE".
     """
 
     name: str
     host: HostFunction
     reference: Callable[..., Any]
     source: str = ""
+    function: str = ""
+    defines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +240,16 @@ class Stream(Protocol):
         """
         ...
 
+    def copy_many(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Enqueues the copies (dst, src) together, in no order among themselves.
+
+        Cheaper than one by one. They must not overlap.
+
+        Raises:
+            ShapeError: the byte counts of a pair differ.
+        """
+        ...
+
     def fill(self, dst: Tensor, byte: int) -> None: ...
     def call(self, function: Callable[[], None]) -> None:
         """Enqueues a host function; it must not call the device."""
@@ -298,6 +315,10 @@ class Device(Protocol):
         A copy in device memory, or, where kernels read host memory just as well, the bytes
         themselves.
         """
+        ...
+
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        """Compiles and loads kernels ahead of their first launch, several at once."""
         ...
 
     def stream(self, name: str) -> Stream: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -13,10 +14,8 @@ def cache_root() -> Path:
     """The user's cache folder for this program; a folder under /tmp when there is no home."""
     base = os.environ.get("XDG_CACHE_HOME")  # noqa: TID251 - the desktop's convention, no setting
     candidates = [Path(base)] if base else []
-    try:
+    with contextlib.suppress(RuntimeError):  # no home folder
         candidates.append(Path.home() / ".cache")
-    except RuntimeError:  # no home folder
-        pass
     for candidate in candidates:
         if _is_writable(candidate):
             return candidate / "strata"

@@ -8,12 +8,13 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections.abc import Iterable
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.device.base import Home, MemoryInfo
+from strata_cli.engine.device.base import Home, Kernel, MemoryInfo
 from strata_cli.engine.device.host_memory import (
     HostBuffer,
     anonymous_bytes,
@@ -86,6 +87,9 @@ class HostDevice:
         view = data.view()
         view.flags.writeable = False
         return self._own(HostBuffer(view, Home.PAGEABLE))
+
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        """Nothing to do: numba compiles a kernel at its first call, for the types it then sees."""
 
     def stream(self, name: str) -> HostStream:
         self._check_open()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
@@ -171,6 +171,22 @@ def _writable(tensor: Tensor) -> NDArray[np.uint8]:
     return flat
 
 
+class _CopyViews(NamedTuple):
+    dst: NDArray[np.uint8]
+    src: NDArray[np.uint8]
+
+
+def _copy_views(dst: Tensor, src: Tensor) -> _CopyViews:
+    if dst.nbytes != src.nbytes:
+        raise ShapeError(f"copy of {src.nbytes} bytes into {dst.nbytes} bytes")
+    return _CopyViews(_writable(dst), _flat(src))
+
+
+def _copy_all(copies: list[_CopyViews]) -> None:
+    for dst, src in copies:
+        np.copyto(dst, src)
+
+
 class HostStream:
     """An in-order queue and the thread that runs it.
 
@@ -207,9 +223,11 @@ class HostStream:
         self._emit(_Operation(kernel.name, run))
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
-        if dst.nbytes != src.nbytes:
-            raise ShapeError(f"copy of {src.nbytes} bytes into {dst.nbytes} bytes")
-        self._emit(_Operation("copy", partial(np.copyto, _writable(dst), _flat(src))))
+        self._emit(_Operation("copy", partial(np.copyto, *_copy_views(dst, src))))
+
+    def copy_many(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        views = [_copy_views(dst, src) for dst, src in pairs]
+        self._emit(_Operation("copy", partial(_copy_all, views)))
 
     def fill(self, dst: Tensor, byte: int) -> None:
         if not 0 <= byte <= 255:

@@ -1,0 +1,204 @@
+"""The one door to the CUDA driver API: finding a GPU, checked calls, and the context of a thread.
+
+``Any`` lives here and beside it because cuda-python ships no types.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from strata_cli.errors import ConfigError, DeviceError, OutOfMemory
+
+MIN_CAPABILITY = (7, 5)
+MIN_DRIVER = 13_000  # the driver must be of the major version that the bindings were made for
+
+_INSTALL = "pip install 'strata-cli[cuda]', or --device host"
+_LOST = "the GPU's context is lost: start again; compute-sanitizer names the kernel at fault"
+_HINTS = {
+    "CUDA_ERROR_OUT_OF_MEMORY": "lower --vram-bytes or the context, or close other GPU programs",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "the compiled kernels are for another GPU: delete the cache",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "update the NVIDIA driver",
+    "CUDA_ERROR_INSUFFICIENT_DRIVER": "update the NVIDIA driver",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "restart the machine: the driver was updated under it",
+    "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": "update the NVIDIA driver",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process has the GPU in exclusive mode",
+    "CUDA_ERROR_DEVICE_NOT_LICENSED": "the virtual GPU needs its licence",
+    "CUDA_ERROR_SYSTEM_NOT_READY": "start the NVIDIA fabric manager",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": _LOST,
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION": _LOST,
+    "CUDA_ERROR_MISALIGNED_ADDRESS": _LOST,
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE": _LOST,
+    "CUDA_ERROR_INVALID_PC": _LOST,
+    "CUDA_ERROR_HARDWARE_STACK_ERROR": _LOST,
+    "CUDA_ERROR_LAUNCH_FAILED": _LOST,
+    "CUDA_ERROR_LAUNCH_TIMEOUT": _LOST,
+    "CUDA_ERROR_ASSERT": _LOST,
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED": _LOST,
+    "CUDA_ERROR_ECC_UNCORRECTABLE": "the GPU's memory is damaged: restart it, then start again",
+    "CUDA_ERROR_NVLINK_UNCORRECTABLE": "the GPU's link is damaged: restart it, then start again",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that can be used.
+
+    Attributes:
+        driver: the module cuda.bindings.driver.
+        ordinal: its number, as in cuda:N.
+        handle: CUdevice.
+        name: what its maker calls it.
+        capability: compute capability, (major, minor).
+        driver_version: CUDA version of the driver, 1000 * major + 10 * minor.
+    """
+
+    driver: Any
+    ordinal: int
+    handle: Any
+    name: str
+    capability: tuple[int, int]
+    driver_version: int
+
+
+def failed(call: str, status: Any) -> DeviceError:
+    """The error for a driver call that did not answer CUDA_SUCCESS."""
+    name = status.name
+    kind = OutOfMemory if name == "CUDA_ERROR_OUT_OF_MEMORY" else DeviceError
+    return kind(f"{call}: {name} ({int(status)})", hint=_HINTS.get(name, ""))
+
+
+def check(call: str, answer: tuple[Any, ...]) -> Any:
+    """The value of a driver call: None, the one result, or a tuple of several.
+
+    Args:
+        call: the call with its numbers, for the message.
+        answer: what the binding returned, the CUresult first.
+
+    Raises:
+        DeviceError: the CUresult is not CUDA_SUCCESS; OutOfMemory where it says so.
+    """
+    status, *values = answer
+    if int(status):
+        raise failed(call, status)
+    if len(values) > 1:
+        return tuple(values)
+    return values[0] if values else None
+
+
+def find_gpu(ordinal: int) -> Gpu:
+    """The GPU with this number.
+
+    Raises:
+        ConfigError: there is none, or it cannot be used; says what was found and what to do.
+    """
+    driver = _load_driver()
+    version = check("cuDriverGetVersion()", driver.cuDriverGetVersion())
+    if version < MIN_DRIVER:
+        raise ConfigError(
+            f"the NVIDIA driver supports CUDA {_dotted(version)}, need {_dotted(MIN_DRIVER)}",
+            hint="update the NVIDIA driver, or --device host",
+        )
+    count = check("cuDeviceGetCount()", driver.cuDeviceGetCount())
+    if ordinal >= count:
+        raise ConfigError(
+            f"there is no device cuda:{ordinal}: found {count} GPU(s)",
+            hint=f"cuda:0 to cuda:{count - 1}, or host" if count else "--device host",
+        )
+    return _describe(driver, ordinal, version)
+
+
+def _load_driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ConfigError(
+            "a cuda device needs cuda-python, which is not installed", hint=_INSTALL
+        ) from error
+    try:
+        (status,) = driver.cuInit(0)
+    except RuntimeError as error:  # the bindings look for libcuda at the first call
+        raise ConfigError(
+            "no NVIDIA driver was found on this machine", hint="install it, or --device host"
+        ) from error
+    if int(status):
+        raise ConfigError(
+            f"the NVIDIA driver finds no usable GPU: cuInit(0): {status.name}",
+            hint=_HINTS.get(status.name, "--device host"),
+        )
+    return driver
+
+
+def _describe(driver: Any, ordinal: int, driver_version: int) -> Gpu:
+    handle = check(f"cuDeviceGet({ordinal})", driver.cuDeviceGet(ordinal))
+    name = check("cuDeviceGetName()", driver.cuDeviceGetName(128, handle))
+    attribute = driver.CUdevice_attribute
+    major, minor = (
+        check(f"cuDeviceGetAttribute({key.name})", driver.cuDeviceGetAttribute(key, handle))
+        for key in (
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        )
+    )
+    text = name.split(b"\0")[0].decode(errors="replace")
+    if (major, minor) < MIN_CAPABILITY:
+        raise ConfigError(
+            f"cuda:{ordinal} ({text}) has compute capability {major}.{minor}, need 7.5 or newer",
+            hint="another GPU, or --device host",
+        )
+    return Gpu(driver, ordinal, handle, text, (major, minor), driver_version)
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+class _Current(threading.local):
+    """The context that this thread made current last."""
+
+    context: Context | None = None
+
+
+_current = _Current()
+
+
+class Context:
+    """The GPU's primary context, held until nothing needs it any more.
+
+    Memory of cuMemHostAlloc keeps a reference, so that arrays over it stay readable after the
+    device is closed; the driver frees the context with the last one.
+
+    ``orphans`` are memories whose owner was dropped without close(). A finalizer can run in any
+    thread, also in one that may not call the driver, so it only appends; reap() frees.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.orphans: deque[Callable[[Context], None]] = deque()
+        self._handle: Any = None
+        driver = gpu.driver
+        flags = int(driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC)
+        # Refused where another library already uses the context with other flags: no harm.
+        driver.cuDevicePrimaryCtxSetFlags(gpu.handle, flags)
+        self._handle = check(
+            f"cuDevicePrimaryCtxRetain(cuda:{gpu.ordinal})",
+            driver.cuDevicePrimaryCtxRetain(gpu.handle),
+        )
+
+    def enter(self) -> None:
+        """Makes the context current in the calling thread; cheap when it is already."""
+        if _current.context is not self:
+            check("cuCtxSetCurrent()", self.gpu.driver.cuCtxSetCurrent(self._handle))
+            _current.context = self
+
+    def reap(self) -> None:
+        """Frees the orphans. Waits for the GPU where there are any."""
+        while self.orphans:
+            self.orphans.popleft()(self)
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            self.gpu.driver.cuDevicePrimaryCtxRelease(self.gpu.handle)

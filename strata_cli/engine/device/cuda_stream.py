@@ -1,0 +1,276 @@
+"""Streams of a CUDA device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from strata_cli.engine.device.base import (
+    Event,
+    Graph,
+    Home,
+    Kernel,
+    KernelArgument,
+    Launch,
+    Tensor,
+)
+from strata_cli.engine.device.cuda_calls import CallInGraph, Failure, host_calls
+from strata_cli.engine.device.cuda_driver import Context, check, failed
+from strata_cli.engine.device.cuda_event import CudaGraph, cuda_event, is_done
+from strata_cli.engine.device.cuda_kernels import Arguments, Loader
+from strata_cli.engine.device.cuda_memory import CudaBuffer, spans
+from strata_cli.engine.device.cuda_waiting import wait_until
+from strata_cli.errors import DeviceError, ShapeError
+
+logger = logging.getLogger(__name__)
+
+BATCH_COPY_DRIVER = 13_000  # the form of cuMemcpyBatchAsync that these bindings call
+
+
+class CudaStream:
+    """A CUstream, driven by one owning thread."""
+
+    def __init__(self, name: str, context: Context, loader: Loader) -> None:
+        self._name = name
+        self._context = context
+        self._driver = context.gpu.driver
+        self._loader = loader
+        self._failure = Failure(name)
+        self._arguments: dict[Kernel, Arguments] = {}
+        self._capturing: CudaGraph | None = None
+        context.enter()
+        flag = int(self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self._handle: Any = check("cuStreamCreate()", self._driver.cuStreamCreate(flag))
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def is_closed(self) -> bool:
+        return self._handle is None
+
+    def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
+        stream = self._enter("launch")
+        arguments = self._arguments.get(kernel)
+        if arguments is None:
+            arguments = Arguments(self._loader.function(kernel), args)
+            self._arguments[kernel] = arguments
+        function = arguments.function
+        if launch.shared_bytes > function.shared_bytes:
+            function.allow_shared(launch.shared_bytes)
+        arguments.fill(args)
+        if self._capturing is not None:
+            self._capturing.kept += [a.buffer for a in args if isinstance(a, Tensor)]
+        status = self._driver.cuLaunchKernel(
+            function.handle,
+            *launch.grid,
+            *launch.block,
+            launch.shared_bytes,
+            stream,
+            arguments.address,
+            0,
+        )[0]
+        if status:
+            raise failed(
+                f"cuLaunchKernel({kernel.name}, grid {launch.grid}, block {launch.block}, "
+                f"shared bytes {launch.shared_bytes})",
+                status,
+            )
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        stream = self._enter("copy")
+        to, source, nbytes = self._copy_ends(dst, src)
+        to_at, from_at = dst.offset_bytes, src.offset_bytes
+        for start, length in spans(source, from_at, to, to_at, nbytes):
+            status = self._driver.cuMemcpyAsync(
+                to.address + to_at + start, source.address + from_at + start, length, stream
+            )[0]
+            if status:
+                raise failed(
+                    f"cuMemcpyAsync({length} bytes, {source.home.value} to {to.home.value})",
+                    status,
+                )
+
+    def copy_many(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        has_batch = self._context.gpu.driver_version >= BATCH_COPY_DRIVER
+        pageable = any(Home.PAGEABLE in (d.buffer.home, s.buffer.home) for d, s in pairs)
+        if not has_batch or pageable or self._capturing is not None or len(pairs) < 2:
+            for dst, src in pairs:
+                self.copy(dst, src)
+            return
+        self._copy_batch(pairs)
+
+    def _copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        stream = self._enter("copy")
+        dsts: list[int] = []
+        srcs: list[int] = []
+        sizes: list[int] = []
+        for dst, src in pairs:
+            to, source, nbytes = self._copy_ends(dst, src)
+            to_at, from_at = dst.offset_bytes, src.offset_bytes
+            for start, length in spans(source, from_at, to, to_at, nbytes):
+                dsts.append(to.address + to_at + start)
+                srcs.append(source.address + from_at + start)
+                sizes.append(length)
+        if not sizes:
+            return
+        order = self._driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        attributes = self._driver.CUmemcpyAttributes()
+        attributes.srcAccessOrder = order
+        pointer = self._driver.CUdeviceptr
+        check(
+            f"cuMemcpyBatchAsync({len(sizes)} copies, {sum(sizes)} bytes)",
+            self._driver.cuMemcpyBatchAsync(
+                [pointer(address) for address in dsts],
+                [pointer(address) for address in srcs],
+                sizes,
+                len(sizes),
+                [attributes],
+                [0],
+                1,
+                stream,
+            ),
+        )
+
+    def _copy_ends(self, dst: Tensor, src: Tensor) -> tuple[CudaBuffer, CudaBuffer, int]:
+        if dst.nbytes != src.nbytes:
+            raise ShapeError(f"copy of {src.nbytes} bytes into {dst.nbytes} bytes")
+        to, source = _writable(dst), cuda_buffer(src)
+        if self._capturing is not None:
+            self._capturing.kept += [to, source]
+        return to, source, dst.nbytes
+
+    def fill(self, dst: Tensor, byte: int) -> None:
+        if not 0 <= byte <= 255:
+            raise ShapeError(f"fill byte {byte} is outside 0..255")
+        buffer = _writable(dst)
+        stream = self._enter("fill")
+        if buffer.home is Home.PAGEABLE:  # the GPU cannot reach it
+            self.call(partial(dst.numpy().fill, byte))
+        elif dst.nbytes:
+            if self._capturing is not None:
+                self._capturing.kept.append(buffer)
+            check(
+                f"cuMemsetD8Async({dst.nbytes} bytes)",
+                self._driver.cuMemsetD8Async(dst.address, byte, dst.nbytes, stream),
+            )
+
+    def call(self, function: Callable[[], None]) -> None:
+        stream = self._enter("call")
+        failure = self._failure
+        numbers: list[int] = []
+        in_graph = self._capturing is not None
+
+        def run() -> None:
+            try:
+                if failure.first() is None:
+                    function()
+            except BaseException as error:  # noqa: BLE001  carried to the owner, who raises it
+                failure.error = error
+            if not in_graph:
+                host_calls.pending.pop(numbers[0], None)
+
+        number = host_calls.add(run)
+        numbers.append(number)
+        if self._capturing is not None:
+            self._capturing.kept.append(CallInGraph(number))
+        entry = self._driver.CUhostFn(host_calls.address)
+        check("cuLaunchHostFunc()", self._driver.cuLaunchHostFunc(stream, entry, number))
+
+    def record(self, event: Event) -> None:
+        stream = self._enter("record", in_graph=False)
+        own = cuda_event(event)
+        status = self._driver.cuEventRecord(own.handle, stream)[0]
+        if status:
+            raise failed("cuEventRecord()", status)
+        own.failure = self._failure
+
+    def wait(self, event: Event) -> None:
+        stream = self._enter("wait", in_graph=False)
+        own = cuda_event(event)
+        status = self._driver.cuStreamWaitEvent(stream, own.handle, 0)[0]
+        if status:
+            raise failed("cuStreamWaitEvent()", status)
+        if own.failure is not None and own.failure is not self._failure:
+            self._failure.inputs.add(own.failure)
+
+    def synchronize(self) -> None:
+        stream = self._enter("synchronize", in_graph=False)
+        driver = self._driver
+        wait_until(lambda: is_done("cuStreamQuery()", driver.cuStreamQuery(stream)[0]))
+        self._failure.check()
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        stream = self._enter("capture", in_graph=False)
+        # Relaxed: other threads go on allocating and copying meanwhile.
+        mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        check("cuStreamBeginCapture()", self._driver.cuStreamBeginCapture(stream, mode))
+        graph = self._capturing = CudaGraph(self._context)
+        is_complete = False
+        try:
+            yield graph
+            is_complete = True
+        finally:
+            self._capturing = None
+            answer = self._driver.cuStreamEndCapture(stream)
+            if is_complete:
+                graph.instantiate(check("cuStreamEndCapture()", answer))
+                check("cuGraphUpload()", self._driver.cuGraphUpload(graph.handle, stream))
+            elif not int(answer[0]):
+                self._driver.cuGraphDestroy(answer[1])
+
+    def replay(self, graph: Graph) -> None:
+        stream = self._enter("replay", in_graph=False)
+        if not isinstance(graph, CudaGraph):
+            raise DeviceError(f"a CUDA stream needs a CUDA graph, got {type(graph).__name__}")
+        status = self._driver.cuGraphLaunch(graph.handle, stream)[0]
+        if status:
+            raise failed("cuGraphLaunch()", status)
+
+    def close(self) -> None:
+        """Waits for the work in flight, then destroys the stream. A lost GPU is no error here."""
+        if self._handle is None:
+            return
+        stream, self._handle = self._handle, None
+        self._context.enter()
+        driver = self._driver
+        try:
+            wait_until(lambda: is_done("cuStreamQuery()", driver.cuStreamQuery(stream)[0]))
+        except DeviceError as error:
+            logger.debug("closing stream %s: %s", self._name, error.message)
+        driver.cuStreamDestroy(stream)
+
+    def _enter(self, what: str, *, in_graph: bool = True) -> Any:
+        """The stream's handle, its context current; refuses what cannot be done now."""
+        if self._handle is None:
+            raise DeviceError(f"stream {self._name!r} is closed: cannot {what}")
+        if self._capturing is not None and not in_graph:
+            raise DeviceError(
+                f"stream {self._name!r} is capturing a graph: cannot {what}",
+                hint="a graph holds launches, copies, fills and calls; do the rest outside",
+            )
+        self._context.enter()
+        return self._handle
+
+
+def cuda_buffer(tensor: Tensor) -> CudaBuffer:
+    """The tensor's buffer as this device's own.
+
+    Raises:
+        DeviceError: it belongs to another device.
+    """
+    if not isinstance(tensor.buffer, CudaBuffer):
+        raise DeviceError(f"a CUDA stream needs a CUDA buffer, got {type(tensor.buffer).__name__}")
+    return tensor.buffer
+
+
+def _writable(tensor: Tensor) -> CudaBuffer:
+    buffer = cuda_buffer(tensor)
+    if buffer.is_read_only:
+        raise DeviceError(f"cannot write {tensor.nbytes} bytes into a read-only buffer")
+    return buffer
