@@ -12,6 +12,7 @@ from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.errors import ModelError
 from tests.model.gguf_writer import GgufBuilder, StoredTensor
 from tests.model.oracle import MODELS
+from tests.model.rewrite import join_shards, write_float_copy
 from tests.model.tiny_model import TinyDims, build_tiny_model, write_tiny_model
 
 
@@ -251,3 +252,20 @@ def test_matrices_of_every_type_load(tmp_path: Path, qtype: QuantType) -> None:
     with load_model_file(path) as model:
         assert model.tensor("blk.0.attn_qkv.weight").qtype is qtype
         assert np.isfinite(model.floats("blk.0.attn_qkv.weight")).all()
+
+
+def test_joined_shards_are_the_same_model(tmp_path: Path) -> None:
+    split = load_model_file(MODELS["mixB-quant"])
+    joined = load_model_file(join_shards(MODELS["mixB-quant"], tmp_path / "m.gguf"))
+    assert joined.spec == split.spec
+    for name, info in split.tensors.items():
+        assert joined.tensor(name).qtype == info.qtype
+        assert joined.tensor(name).data.tobytes() == info.data.tobytes()
+
+
+def test_a_float_copy_holds_the_same_weights(tmp_path: Path) -> None:
+    stored = load_model_file(MODELS["tinyA-iq4nl-fused"])
+    copy = load_model_file(write_float_copy(MODELS["tinyA-iq4nl-fused"], tmp_path / "m.gguf"))
+    assert {info.qtype for info in copy.tensors.values()} == {QuantType.F32}
+    for name in stored.tensors:
+        assert np.array_equal(copy.floats(name), stored.floats(name))
