@@ -115,6 +115,10 @@ class Lanes:
         """A 32-bit integer's bits read as float32."""
         return self._new(self.builder.bitcast(self.value, _FLOAT))
 
+    def as_integer(self) -> Lanes:
+        """A float32's bits read as a 32-bit integer."""
+        return self._new(self.builder.bitcast(self.value, _I32))
+
     def negated(self) -> Lanes:
         """Minus this; of a float, the sign bit turned over."""
         kind = self.value.type
@@ -178,9 +182,19 @@ class Block:
         return self.half_from(self.integer(at, 16))
 
     def half_from(self, bits: Lanes) -> Lanes:
-        """The float32 of an IEEE half given as a 16-bit integer."""
-        half = self._builder.bitcast(bits.value, ir.HalfType())
-        return Lanes(self._builder, self._builder.fpext(half, _FLOAT))
+        """The float32 of an IEEE half given as a 16-bit integer.
+
+        By integers, because LLVM calls a function that need not be there where the CPU cannot.
+        """
+        wide = bits.unsigned(32)
+        magnitude = (wide & 0x7FFF) << 13
+        exponent = wide & 0x7C00
+        normal = magnitude + (112 << 23)
+        denormal = (magnitude + (113 << 23)).as_float() - 2.0**-14
+        special = magnitude + (224 << 23)
+        value = exponent.equals(0).pick(denormal.as_integer(), normal)
+        value = exponent.equals(0x7C00).pick(special, value)
+        return (value | ((wide & 0x8000) << 16)).as_float()
 
     def integer(self, at: int, bits: int) -> Lanes:
         """A little-endian integer at a byte."""

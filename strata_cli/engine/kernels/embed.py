@@ -8,11 +8,10 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.dequant import Dequantizer, copy_decoded, dequantizer
 from strata_cli.engine.kernels.jit import nogil_jit
+from strata_cli.engine.kernels.pointers import address_of
+from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType, dequantize, row_bytes
-from strata_cli.errors import ShapeError
-
-_GRAIN_WEIGHTS = 65_536
 
 
 @nogil_jit
@@ -29,10 +28,10 @@ def _embed_items(
     for t in range(begin, end):
         row = table + np.int64(ids[t]) * nbytes
         for s in range(streams):
-            copy_decoded(decoder, row, x.ctypes.data + (t * streams + s) * width * 4, width)
+            copy_decoded(decoder, row, address_of(x) + (t * streams + s) * width * 4, width)
 
 
-def _embed_host(
+def _embed_streams(
     begin: int,
     end: int,
     ids: NDArray[np.int32],
@@ -52,7 +51,7 @@ def _embed_reference(
     return np.repeat(dequantize(qtype, packed, width)[:, None, :], streams, axis=1)
 
 
-EMBED_STREAMS = Kernel("embed_streams", _embed_host, _embed_reference)
+EMBED_STREAMS = Kernel("embed_streams", _embed_streams, _embed_reference)
 
 
 def embed_streams(stream: Stream, ids: Tensor, table: Weight, x: Tensor) -> None:
@@ -67,17 +66,11 @@ def embed_streams(stream: Stream, ids: Tensor, table: Weight, x: Tensor) -> None
     Raises:
         ShapeError: extents or types do not fit.
     """
-    if ids.dtype != np.int32 or x.dtype != np.float32:
-        raise ShapeError(
-            f"embed_streams: expected int32 ids, float32 x; got {ids.dtype}, {x.dtype}"
-        )
-    if len(ids.shape) != 1 or len(x.shape) != 3 or x.shape[::2] != (ids.shape[0], table.cols):
-        raise ShapeError(
-            f"embed_streams: {list(ids.shape)} ids and rows of {table.cols} "
-            f"do not make x of {list(x.shape)}"
-        )
-    if ids.shape[0] == 0:
+    expect_rank("embed_streams x", x, 3)
+    tokens, streams = ids.shape[0], x.shape[1]
+    expect("embed_streams ids", ids, (tokens,), np.int32)
+    expect("embed_streams x", x, (tokens, streams, table.cols))
+    if tokens == 0:
         return
-    grain = max(1, _GRAIN_WEIGHTS // (x.shape[1] * x.shape[2]))
-    launch = Launch(items=ids.shape[0], grain=grain)
+    launch = Launch(items=tokens, grain=grain(streams * table.cols))
     stream.launch(EMBED_STREAMS, launch, ids, table.data, x, int(table.qtype))

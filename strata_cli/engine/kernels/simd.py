@@ -180,9 +180,7 @@ def _store_rows(builder: Any, packed: Value, out: Value, stride_bytes: Value, wi
         builder.store(part, builder.bitcast(row, kind.as_pointer()), align=1)
 
 
-def make_tile(
-    rows: int, tokens: int, registers: Registers | None = None
-) -> Callable[[int, int, int, int, int, int, int, int], None]:
+def make_tile(rows: int, tokens: int, registers: Registers | None = None) -> Callable[..., None]:
     """Build a tile intrinsic for compiled code.
 
     Args:

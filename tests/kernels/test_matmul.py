@@ -1,0 +1,237 @@
+"""Quantized matrix products against plain numpy, and that an output's bits are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Tensor
+from strata_cli.engine.kernels.matmul import GROUPED_MATMUL, MATMUL, grouped_matmul, matmul
+from strata_cli.engine.kernels.weight import Weight, WeightLayout
+from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
+from strata_cli.errors import ShapeError
+from tests.kernels.lab import Lab, normal
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+FLOAT_TYPES = (QuantType.F32, QuantType.F16, QuantType.BF16)
+
+
+def packed_rows(qtype: QuantType, rows: int, cols: int, seed: int) -> Bytes:
+    """Random rows of a type, with scales that keep the weights small and finite."""
+    rng = np.random.default_rng(seed)
+    if qtype == QuantType.F32:
+        return normal(seed, rows, cols).view(np.uint8)
+    data = rng.integers(0, 256, (rows, row_bytes(qtype, cols)), dtype=np.uint8)
+    if qtype in (QuantType.F16, QuantType.BF16):
+        data[:, 1::2] = data[:, 1::2] & 0x87 | 0x38
+        return data
+    blocks = data.reshape(rows, -1, BLOCK[qtype].nbytes)
+    blocks[..., 0:2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    return data
+
+
+def run_dense(lab: Lab, x: Floats, packed: Bytes, qtype: QuantType) -> Floats:
+    weight = Weight(lab.put(packed), qtype, len(packed), x.shape[1])
+    out = lab.empty((len(x), len(packed)))
+    matmul(lab.stream, lab.put(x), weight, out)
+    return lab.get(out)
+
+
+def run_grouped(
+    lab: Lab,
+    x: Floats,
+    experts: Sequence[Bytes | None],
+    qtype: QuantType,
+    row_of: Sequence[int],
+    expert_start: Sequence[int],
+    offset_bytes: int = 0,
+) -> Floats:
+    """Experts lie offset_bytes into blobs of their own; a missing one has no memory at all."""
+    blobs, addresses = [], []
+    for packed in experts:
+        padded = None if packed is None else np.pad(packed.ravel(), (offset_bytes, 0))
+        blobs.append(None if padded is None else lab.put(padded))
+        addresses.append(0 if blobs[-1] is None else blobs[-1].address)
+    rows = next(len(packed) for packed in experts if packed is not None)
+    out = lab.empty((len(row_of), rows))
+    grouped_matmul(
+        lab.stream,
+        lab.put(x),
+        lab.put(np.array(addresses, np.int64)),
+        WeightLayout(qtype, rows, x.shape[1], offset_bytes),
+        lab.put(np.array(row_of, np.int32)),
+        lab.put(np.array(expert_start, np.int32)),
+        out,
+    )
+    return lab.get(out)
+
+
+def assert_product(actual: Floats, expected: Floats, x: Floats) -> None:
+    """Within float32 rounding of a sum of x.shape[1] products of the size of the output's."""
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@settings(max_examples=25)
+@given(
+    qtype=st.sampled_from(FLOAT_TYPES),
+    tokens=st.integers(1, 20),
+    rows=st.integers(1, 40),
+    cols=st.integers(1, 100),
+    seed=st.integers(0, 99),
+)
+def test_any_extents_multiply(
+    lab: Lab, qtype: QuantType, tokens: int, rows: int, cols: int, seed: int
+) -> None:
+    x, packed = normal(seed, tokens, cols), packed_rows(qtype, rows, cols, seed)
+    expected = MATMUL.reference(x, packed, qtype, rows)
+    assert_product(run_dense(lab, x, packed, qtype), expected, x)
+
+
+@pytest.mark.parametrize("tokens", [1, 11])
+@pytest.mark.parametrize("qtype", [QuantType.Q8_0, QuantType.Q4_0, QuantType.IQ3_S])
+def test_quantized_rows_multiply(lab: Lab, qtype: QuantType, tokens: int) -> None:
+    x, packed = normal(1, tokens, 512), packed_rows(qtype, 37, 512, 2)
+    expected = MATMUL.reference(x, packed, qtype, 37)
+    assert_product(run_dense(lab, x, packed, qtype), expected, x)
+
+
+def test_no_token_is_no_work(lab: Lab) -> None:
+    packed = packed_rows(QuantType.Q8_0, 4, 32, 0)
+    assert run_dense(lab, np.empty((0, 32), np.float32), packed, QuantType.Q8_0).shape == (0, 4)
+
+
+def test_a_tokens_bits_do_not_depend_on_the_batch(lab: Lab) -> None:
+    x, packed = normal(3, 300, 96), packed_rows(QuantType.Q8_0, 43, 96, 4)
+    whole = run_dense(lab, x, packed, QuantType.Q8_0)
+    for first, last in ((0, 1), (7, 10), (100, 108), (41, 300)):
+        part = run_dense(lab, x[first:last], packed, QuantType.Q8_0)
+        np.testing.assert_array_equal(part, whole[first:last])
+
+
+@pytest.mark.parametrize("qtype", [*FLOAT_TYPES, QuantType.Q4_0])
+def test_a_columns_bits_do_not_depend_on_the_other_rows(lab: Lab, qtype: QuantType) -> None:
+    x, packed = normal(3, 9, 96), packed_rows(qtype, 43, 96, 4)
+    whole = run_dense(lab, x, packed, qtype)
+    for first, last in ((0, 1), (3, 5), (17, 43)):
+        part = run_dense(lab, x, packed[first:last], qtype)
+        np.testing.assert_array_equal(part, whole[:, first:last])
+
+
+def test_neighbours_that_are_not_numbers_stay_alone(lab: Lab) -> None:
+    x, packed = normal(3, 9, 99), packed_rows(QuantType.F32, 9, 99, 4)
+    clean = run_dense(lab, x, packed, QuantType.F32)
+    x[4] = np.nan
+    mixed = run_dense(lab, x, packed, QuantType.F32)
+    assert np.isnan(mixed[4]).all()
+    np.testing.assert_array_equal(np.delete(mixed, 4, 0), np.delete(clean, 4, 0))
+
+
+@settings(max_examples=10)
+@given(points=st.lists(st.floats(0, 1), max_size=4), tokens=st.sampled_from([1, 5, 300]))
+def test_bits_do_not_depend_on_the_cut(host_lab: Lab, points: list[float], tokens: int) -> None:
+    x, packed = normal(5, tokens, 64), packed_rows(QuantType.Q4_0, 50, 64, 6)
+    whole = run_dense(host_lab, x, packed, QuantType.Q4_0)
+    pieces = run_dense(host_lab.cut(points), x, packed, QuantType.Q4_0)
+    np.testing.assert_array_equal(pieces, whole)
+
+
+def test_bits_do_not_depend_on_the_threads(lab: Lab, host_lab: Lab) -> None:
+    x, packed = normal(5, 64, 512), packed_rows(QuantType.Q4_0, 700, 512, 6)
+    np.testing.assert_array_equal(
+        run_dense(lab, x, packed, QuantType.Q4_0), run_dense(host_lab, x, packed, QuantType.Q4_0)
+    )
+
+
+def test_bits_do_not_depend_on_where_bytes_lie(lab: Lab) -> None:
+    x, packed = normal(7, 6, 160), packed_rows(QuantType.Q8_0, 21, 160, 8)
+    usual = run_dense(lab, x, packed, QuantType.Q8_0)
+    np.testing.assert_array_equal(run_dense(lab.skewed(12), x, packed, QuantType.Q8_0), usual)
+    for skew in (1, 7):
+        data = lab.skewed(skew).put(packed)
+        out = lab.empty((6, 21))
+        matmul(lab.stream, lab.put(x), Weight(data, QuantType.Q8_0, 21, 160), out)
+        np.testing.assert_array_equal(lab.get(out), usual)
+
+
+ROUTED = [0, 3, 3, 4, 16, 16, 40]  # experts 1 and 4 empty, one with a single pair, one with many
+
+
+@pytest.mark.parametrize("qtype", [QuantType.F32, QuantType.Q4_0])
+def test_grouped_products_follow_the_routing(lab: Lab, qtype: QuantType) -> None:
+    x = normal(1, 13, 64)
+    experts = [packed_rows(qtype, 35, 64, seed) for seed in range(6)]
+    row_of = np.random.default_rng(0).integers(0, 13, 40).astype(np.int32)
+    actual = run_grouped(lab, x, experts, qtype, row_of.tolist(), ROUTED, offset_bytes=20)
+    expected = GROUPED_MATMUL.reference(x, experts, qtype, 35, row_of, np.array(ROUTED))
+    assert_product(actual, expected, x)
+
+
+def test_a_pair_has_the_bits_of_the_dense_product(lab: Lab) -> None:
+    x = normal(1, 13, 96)
+    experts: list[Bytes | None] = [packed_rows(QuantType.Q8_0, 35, 96, seed) for seed in range(6)]
+    experts[1] = experts[4] = None  # an expert without pairs is not even in memory
+    row_of = np.random.default_rng(0).integers(0, 13, 40).tolist()
+    pairs = run_grouped(lab, x, experts, QuantType.Q8_0, row_of, ROUTED)
+    for expert, (first, last) in enumerate(pairwise(ROUTED)):
+        packed = experts[expert]
+        if packed is not None:
+            dense = run_dense(lab, x, packed, QuantType.Q8_0)
+            np.testing.assert_array_equal(pairs[first:last], dense[row_of[first:last]])
+
+
+@settings(max_examples=10)
+@given(points=st.lists(st.floats(0, 1), max_size=4))
+def test_grouped_bits_do_not_depend_on_the_cut(host_lab: Lab, points: list[float]) -> None:
+    x = normal(1, 13, 64)
+    experts = [packed_rows(QuantType.Q4_0, 70, 64, seed) for seed in range(6)]
+    row_of = np.random.default_rng(0).integers(0, 13, 40).tolist()
+    whole = run_grouped(host_lab, x, experts, QuantType.Q4_0, row_of, ROUTED)
+    pieces = run_grouped(host_lab.cut(points), x, experts, QuantType.Q4_0, row_of, ROUTED)
+    np.testing.assert_array_equal(pieces, whole)
+
+
+def test_no_pair_is_no_work(lab: Lab) -> None:
+    experts = [packed_rows(QuantType.Q8_0, 4, 32, 0)]
+    out = run_grouped(lab, normal(0, 3, 32), experts, QuantType.Q8_0, [], [0, 0])
+    assert out.shape == (0, 4)
+
+
+def weight_of(lab: Lab, qtype: QuantType, rows: int, cols: int) -> Weight:
+    return Weight(lab.put(packed_rows(qtype, rows, cols, 0)), qtype, rows, cols)
+
+
+def test_extents_that_do_not_fit_are_named(lab: Lab) -> None:
+    weight = weight_of(lab, QuantType.Q8_0, 5, 32)
+    with pytest.raises(ShapeError, match=r"matmul x.*\[2, 32\].*\[2, 31\]"):
+        matmul(lab.stream, lab.empty((2, 31)), weight, lab.empty((2, 5)))
+    with pytest.raises(ShapeError, match=r"matmul out.*\[2, 5\].*\[2, 4\]"):
+        matmul(lab.stream, lab.empty((2, 32)), weight, lab.empty((2, 4)))
+    with pytest.raises(ShapeError, match=r"Q8_0 matrix of 5 x 32 .* needs 170 bytes, got 136"):
+        Weight(weight.data.rows(0, 4), QuantType.Q8_0, 5, 32)
+
+
+@pytest.mark.parametrize("wrong", ["x", "blobs", "row_of", "expert_start", "out"])
+def test_grouped_extents_that_do_not_fit_are_named(lab: Lab, wrong: str) -> None:
+    shapes: dict[str, tuple[tuple[int, ...], type]] = {
+        "x": ((3, 32), np.float32),
+        "blobs": ((2,), np.int64),
+        "row_of": ((4,), np.int32),
+        "expert_start": ((3,), np.int32),
+        "out": ((4, 5), np.float32),
+    }
+    tensors: dict[str, Tensor] = {}
+    for name, (shape, dtype) in shapes.items():
+        grown = (*shape[:-1], shape[-1] + 1)
+        as_wrong = lab.empty(shape, np.int16) if name == "row_of" else lab.empty(grown, dtype)
+        tensors[name] = as_wrong if name == wrong else lab.empty(shape, dtype)
+    layout = WeightLayout(QuantType.Q8_0, 5, 32, 0)
+    x, blobs, row_of, start, out = tensors.values()
+    with pytest.raises(ShapeError, match="grouped_matmul"):
+        grouped_matmul(lab.stream, x, blobs, layout, row_of, start, out)
