@@ -146,7 +146,7 @@ class Loader:
     def prepare(self, kernels: Iterable[Kernel]) -> None:
         """Compiles what is missing, several units at once, then loads it."""
         with self._lock:
-            missing = [kernel for kernel in kernels if kernel not in self._functions]
+            missing = dict.fromkeys(kernel for kernel in kernels if kernel not in self._functions)
             names = {_unit_name(kernel) for kernel in missing} - self._modules.keys()
             for name, cubin in self._build_all(sorted(names)):
                 self._modules[name] = (self._load(name, cubin), cubin)
