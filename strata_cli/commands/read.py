@@ -104,7 +104,8 @@ def read(
     text_or_ids = source.read()
     ids_allowed = _parse_allowed_ids(allowed_token_ids)
     started = time.perf_counter()
-    with _open_engine(config) as engine, engine.sequence() as sequence:
+    will_chat = not raw and isinstance(text_or_ids, str)
+    with _open_engine(config, will_chat=will_chat) as engine, engine.sequence() as sequence:
         load_ms = (time.perf_counter() - started) * 1e3
         request = ReadRequest(
             ids=source.encode(engine, text_or_ids),
@@ -159,13 +160,14 @@ class TextWriter:
             click.echo(result.state_hash.line())
 
 
-def _open_engine(config: StrataConfig) -> Engine:
+def _open_engine(config: StrataConfig, *, will_chat: bool) -> Engine:
     options = EngineOptions(
         model=config.model or DEMO_MODEL_PATH,
         device=config.device,
         threads=config.threads,
         max_context=config.max_context,
         prefill=config.prefill,
+        will_chat=will_chat,
     )
     with progress_bar("loading", "B", config.progress, scale=True) as progress:
         return Engine.open(options, progress, notice=_notice)

@@ -44,6 +44,7 @@ class EngineOptions:
         threads: host threads that compute, 0 = every core this process may use.
         max_context: tokens a sequence may hold, 0 = the model's own, at most 32,768.
         prefill: prompt chunk in tokens, 0 = 512.
+        will_chat: start the chat template's process now, so that the first chat need not wait.
     """
 
     model: Path
@@ -51,6 +52,7 @@ class EngineOptions:
     threads: int = 0
     max_context: int = 0
     prefill: int = 0
+    will_chat: bool = False
 
 
 class Engine:
@@ -112,6 +114,12 @@ class Engine:
             device = resources.enter_context(open_device(options.device, threads=options.threads))
             if IS_COLD and notice is not None and device.name == "host":
                 notice("compiling kernels for this processor; later starts find them in the cache")
+            tokenizer = Tokenizer.from_metadata(model.metadata)
+            chat_template = ChatTemplate.from_metadata(model.metadata)
+            if chat_template is not None:
+                resources.callback(chat_template.close)
+                if options.will_chat:
+                    chat_template.start()
             context_tokens = _context_tokens(model.spec, options.max_context)
             chunk_tokens = min(options.prefill or AUTO_PREFILL_TOKENS, context_tokens)
             stream = device.stream("compute")
@@ -125,8 +133,8 @@ class Engine:
             resources.callback(stream.close)
             return cls(
                 spec=model.spec,
-                tokenizer=Tokenizer.from_metadata(model.metadata),
-                chat_template=ChatTemplate.from_metadata(model.metadata),
+                tokenizer=tokenizer,
+                chat_template=chat_template,
                 device=device,
                 stream=stream,
                 forward=Forward(model.spec, weights, workspace, stream),
