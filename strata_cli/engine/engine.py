@@ -70,6 +70,7 @@ class Engine:
         self,
         *,
         spec: ModelSpec,
+        model_name: str,
         tokenizer: Tokenizer,
         chat_template: ChatTemplate | None,
         device: Device,
@@ -80,7 +81,7 @@ class Engine:
         resources: ExitStack,
     ) -> None:
         self.spec = spec
-        self.model_name = spec.name
+        self.model_name = model_name
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.context_tokens = context_tokens
@@ -133,6 +134,7 @@ class Engine:
             resources.callback(stream.close)
             return cls(
                 spec=model.spec,
+                model_name=model.spec.name or options.model.stem,
                 tokenizer=tokenizer,
                 chat_template=chat_template,
                 device=device,

@@ -208,6 +208,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = write_tiny_model(folder / "tiny.gguf").read_bytes()
     (folder / "cut.gguf").write_bytes(whole[: len(whole) // 2])
     (folder / "other.gguf").write_bytes(whole.replace(b"qwen4exp", b"llamaxxx"))
+    plain = whole.replace(b"tokenizer.chat_template", b"tokenizer.chat_nothings")
+    (folder / "raw.gguf").write_bytes(plain)
     name = b"output_hc_norm.weight"
     at = whole.index(name) + len(name)
     num_dims = int.from_bytes(whole[at : at + 4], "little")
@@ -250,15 +252,15 @@ def test_a_closed_stdin_is_named(
 
 
 def test_a_chat_needs_a_template(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    assert run(strata, ["read", "x", "--chat", "--model", str(folder / "tiny.gguf")]) == 2
+    assert run(strata, ["read", "x", "--chat", "--model", str(folder / "raw.gguf")]) == 2
     assert "chat template" in capsys.readouterr().err
 
 
 def test_a_missing_gpu_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(strata, ["read", "x", "--device", "cuda:99"]) == 2
     error = capsys.readouterr().err
-    assert "cuda:99" in error
-    assert "try: " in error
+    assert "--device host" in error
+    assert "Traceback" not in error
 
 
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
