@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Tensor
-from strata_cli.engine.kernels.matmul import GROUPED_MATMUL, MATMUL, grouped_matmul, matmul
+from strata_cli.engine.kernels.matmul import (
+    GROUPED_MATMUL,
+    MATMUL,
+    ROW_TILE,
+    grouped_matmul,
+    matmul,
+)
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
 from strata_cli.errors import ShapeError
@@ -140,6 +146,15 @@ def test_bits_do_not_depend_on_the_cut(host_lab: Lab, points: list[float], token
     whole = run_dense(host_lab, x, packed, QuantType.Q4_0)
     pieces = run_dense(host_lab.cut(points), x, packed, QuantType.Q4_0)
     np.testing.assert_array_equal(pieces, whole)
+
+
+def test_an_item_writes_its_own_row_tile_only() -> None:
+    x, packed = normal(5, 5, 64), packed_rows(QuantType.Q4_0, 50, 64, 6)
+    out = np.full((5, 50), np.nan, np.float32)
+    MATMUL.host(1, 2, x, packed, out, QuantType.Q4_0, 5, 50, 64)
+    written = np.zeros(50, bool)
+    written[ROW_TILE : 2 * ROW_TILE] = True
+    np.testing.assert_array_equal(~np.isnan(out), np.tile(written, (5, 1)))
 
 
 def test_bits_do_not_depend_on_the_threads(lab: Lab, host_lab: Lab) -> None:

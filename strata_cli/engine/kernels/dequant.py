@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.kernels import dequant_blocks, dequant_books
 from strata_cli.engine.kernels.dequant_lanes import Block
-from strata_cli.engine.kernels.jit import c_function, inline_jit, intrinsic
-from strata_cli.engine.kernels.pointers import Integer, call_decoder, copy_floats
+from strata_cli.engine.kernels.jit import c_function, intrinsic
+from strata_cli.engine.kernels.pointers import emit_call_decoder, emit_copy_floats
 from strata_cli.engine.model.quants import BLOCK, BlockLayout, QuantType, grid
 
 cgutils: Any = numba_cgutils  # carries no types
@@ -124,11 +124,23 @@ def _loop_over_blocks(decoder: Callable[[Block], None], layout: BlockLayout) -> 
     return intrinsic(decode)
 
 
-@inline_jit
-def copy_decoded(decoder: Dequantizer, source: Integer, target: Integer, weights: Integer) -> None:
-    """Decode one row at address source to float32 at address target; for compiled code."""
-    if decoder.function == 0:
-        copy_floats(target, source, weights)
-    else:
-        blocks = weights // decoder.block_weights
-        call_decoder(decoder.function, source, target, blocks, decoder.table)
+@intrinsic
+def copy_decoded(_typing: Any, decoder: Any, _source: Any, _target: Any, _weights: Any) -> Any:
+    """Decode one row, for compiled code.
+
+    Takes (Dequantizer, source address, target address of the float32 weights, their number).
+    """
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        fields, source, target, weights = args
+        function, table, block_weights = (builder.extract_value(fields, i) for i in range(3))
+        is_float = builder.icmp_signed("==", function, ir.Constant(function.type, 0))
+        with builder.if_else(is_float) as (yes, no):
+            with yes:
+                emit_copy_floats(builder, target, source, weights)
+            with no:
+                blocks = builder.sdiv(weights, block_weights)
+                emit_call_decoder(builder, function, source, target, blocks, table)
+        return context.get_dummy_value()
+
+    return types.void(decoder, types.intp, types.intp, types.intp), generate

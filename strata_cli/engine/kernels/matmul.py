@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.dequant import dequantizer
-from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
-from strata_cli.engine.kernels.pointers import Integer, address_of, call_decoder
+from strata_cli.engine.kernels.jit import nogil_jit
+from strata_cli.engine.kernels.pointers import address_of, call_decoder
 from strata_cli.engine.kernels.shapes import expect
-from strata_cli.engine.kernels.simd import tile_1x1, tile_4x1, tile_4x4
+from strata_cli.engine.kernels.simd import multiply_rows
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import QuantType, dequantize, row_bytes
 
@@ -37,41 +37,13 @@ FEW_ROW_TILES = 16
 FEW_ROWS = 8  # below this many activation rows, decoding costs more than multiplying
 
 # Measured host time per weight decoded and per multiplication; they only steer the threads.
-_DECODE_NS = 0.4
+_DECODE_NS = 0.2
 _PRODUCT_NS = 0.03
 _WORTH_A_THREAD_NS = 25_000.0
 
 _FLOAT_BYTES = 4
 _LINE_BYTES = 64
 _PADDING = 16  # floats between decoded rows: rows 4 KiB apart would compete for cache sets
-
-
-@inline_jit
-def _multiply(
-    w: Integer,
-    w_stride: Integer,
-    rows: Integer,
-    x: Integer,
-    cols: Integer,
-    row_of: Integer,
-    count: Integer,
-    out: Integer,
-    pitch: Integer,
-) -> None:
-    """out[p, r] = sum over k of w[r, k] * x[row_of[p], k], float32 rows w, for p < count."""
-    x_stride = cols * _FLOAT_BYTES
-    for p in range(0, count - 3, 4):
-        for r in range(0, rows - 3, 4):
-            at = out + p * pitch + r * _FLOAT_BYTES
-            tile_4x4(w + r * w_stride, w_stride, x, x_stride, row_of + 4 * p, cols, at, pitch)
-    for p in range(count & -4, count):
-        for r in range(0, rows - 3, 4):
-            at = out + p * pitch + r * _FLOAT_BYTES
-            tile_4x1(w + r * w_stride, w_stride, x, x_stride, row_of + 4 * p, cols, at, pitch)
-    for r in range(rows & -4, rows):
-        for p in range(count):
-            at = out + p * pitch + r * _FLOAT_BYTES
-            tile_1x1(w + r * w_stride, w_stride, x, x_stride, row_of + 4 * p, cols, at, pitch)
 
 
 @nogil_jit
@@ -120,7 +92,7 @@ def _product_items(
                         call_decoder(function, source, target, cols // block_weights, table)
                     w = floats
                 to = address_of(out) + first * pitch + row * _FLOAT_BYTES
-                _multiply(w, w_stride, n, address_of(x), cols, ids, count, to, pitch)
+                multiply_rows(w, w_stride, n, address_of(x), cols, ids, count, to, pitch)
 
 
 def _scratch(cols: int) -> Bytes:
@@ -163,8 +135,7 @@ def _matmul(
 ) -> None:
     start = _token_blocks(tokens, rows)
     blocks = len(start) - 1
-    matrices = np.full(blocks, data.ctypes.data, np.int64)
-    row_nbytes = row_bytes(QuantType(qtype), cols)
+    matrices = np.array([data.ctypes.data] * blocks, np.int64)
     _product_items(
         begin,
         end,
@@ -173,7 +144,7 @@ def _matmul(
         start,
         matrices,
         blocks,
-        row_nbytes,
+        data.nbytes // rows,
         *dequantizer(qtype),
         _scratch(cols),
         out,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils as numba_cgutils
@@ -13,8 +12,6 @@ from strata_cli.engine.kernels.jit import intrinsic
 
 cgutils: Any = numba_cgutils  # carries no types
 _I64 = ir.IntType(64)
-
-Integer: TypeAlias = int | np.signedinteger[Any]  # one 64-bit type in compiled code
 
 
 @intrinsic
@@ -31,19 +28,19 @@ def address_of(_typing: Any, array: Any) -> Any:
     return types.intp(array), generate
 
 
-@intrinsic
-def copy_floats(_typing: Any, _target: Any, _source: Any, _count: Any) -> Any:
-    """memcpy of count floats; takes (target address, source address, count)."""
+def emit_copy_floats(builder: Any, target: Any, source: Any, count: Any) -> None:
+    """Emit a memcpy of count floats between two addresses."""
+    byte = ir.IntType(8).as_pointer()
+    source, target = builder.inttoptr(source, byte), builder.inttoptr(target, byte)
+    cgutils.raw_memcpy(builder, target, source, count, 4)
 
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        target, source, count = args
-        byte = ir.IntType(8).as_pointer()
-        cgutils.raw_memcpy(
-            builder, builder.inttoptr(target, byte), builder.inttoptr(source, byte), count, 4
-        )
-        return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 3), generate
+def emit_call_decoder(
+    builder: Any, function: Any, blocks: Any, weights: Any, count: Any, table: Any
+) -> None:
+    """Emit a call of ``void function(int64 blocks, int64 weights, int64 count, int64 table)``."""
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * 4)
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [blocks, weights, count, table])
 
 
 @intrinsic
@@ -53,8 +50,7 @@ def call_decoder(
     """Call a block decoder; takes (its address, blocks, weights out, number of blocks, table)."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_I64] * 4)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        emit_call_decoder(builder, *args)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 5), generate

@@ -1,4 +1,4 @@
-"""The dot-product tile that every host matrix product is made of, written as LLVM vector code.
+"""The dot products that every host matrix product is made of, written as LLVM vector code.
 
 A tile multiplies a few weight rows with a few activation rows. Each output has 16 lanes: lane
 ``l`` adds ``w[k] * x[k]`` for ``k = l, l + 16, ...`` by fused multiply-add, the last partial group
@@ -10,7 +10,8 @@ Compiled code hands over plain addresses (intp); nothing here checks bounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -180,49 +181,23 @@ def _store_rows(builder: Any, packed: Value, out: Value, stride_bytes: Value, wi
         builder.store(part, builder.bitcast(row, kind.as_pointer()), align=1)
 
 
-def make_tile(rows: int, tokens: int, registers: Registers | None = None) -> Callable[..., None]:
-    """Build a tile intrinsic for compiled code.
+def _tile(module: Any, rows: int, tokens: int, cut: Registers) -> Any:
+    """The function of a tile, in a module that may have it already.
 
-    Args:
-        rows: weight rows, a power of two.
-        tokens: activation rows, a power of two; rows * tokens <= 16.
-        registers: how to cut the work; default: what suits the CPU compiled for.
-
-    Returns:
-        ``tile(w, w_stride, x, x_stride, row_of, k, out, out_stride)``: addresses of the first
-        float32 weight row, of activation row 0, of an int32 table naming the activation rows, and
-        of the first output; strides in bytes. Writes ``out[token, row]``.
+    It takes (w, w_stride, x, x_stride, row_of, k, out, out_stride): addresses of the first weight
+    row, of activation row 0, of the names of its activation rows and of its first output; strides
+    in bytes. Inlined into the loops around it, it would take three times as long to compile and
+    run no faster.
     """
-
-    def tile(
-        _typing: Any, _w: Any, _ws: Any, _x: Any, _xs: Any, _rows: Any, _k: Any, _out: Any, _os: Any
-    ) -> tuple[Any, Any]:
-        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            cut = registers or choose_registers(context.codegen().magic_tuple()[2])
-            name = f"tile_{rows}x{tokens}_{cut.lanes}x{cut.tokens}"
-            function = builder.module.globals.get(name)
-            if function is None:
-                function = _outline(builder.module, name, len(args))
-                body = ir.IRBuilder(function.append_basic_block())
-                _emit_tile(body, function.args, rows, tokens, cut)
-                body.ret_void()
-            builder.call(function, args)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 8), generate
-
-    return intrinsic(tile)
-
-
-def _outline(module: Any, name: str, num_args: int) -> Any:
-    """A function of its own, for a tile.
-
-    Inlined into a loop nest it takes three times as long to compile and runs no faster.
-    """
-    kind = ir.FunctionType(ir.VoidType(), [_I64] * num_args)
-    function = ir.Function(module, kind, name)
+    name = f"tile_{rows}x{tokens}_{cut.lanes}x{cut.tokens}"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * 8), name)
     function.linkage = "internal"
     function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block())
+    _emit_tile(builder, function.args, rows, tokens, cut)
+    builder.ret_void()
     return function
 
 
@@ -241,6 +216,68 @@ def _emit_tile(builder: Any, args: Sequence[Value], rows: int, tokens: int, cut:
     _store_rows(builder, _fold(builder, sums), out, out_stride, rows)
 
 
-tile_4x4 = make_tile(4, 4)
-tile_4x1 = make_tile(4, 1)
-tile_1x1 = make_tile(1, 1)
+def _emit_product(builder: Any, args: Sequence[Value], cut: Registers) -> None:
+    """Cover count x rows outputs: tiles of four by four, then what is left at the edges."""
+    w, w_stride, rows, x, k, row_of, count, out, pitch = args
+    zero, four = ir.Constant(_I64, 0), ir.Constant(_I64, 4)  # four is also the bytes of a float
+    x_stride = builder.mul(k, four)
+    even_rows = builder.and_(rows, ir.Constant(_I64, -4))
+    even_count = builder.and_(count, ir.Constant(_I64, -4))
+    for tile_rows, tile_tokens, row_range, token_range in (
+        (4, 4, (zero, even_rows), (zero, even_count)),
+        (4, 1, (zero, even_rows), (even_count, count)),
+        (1, 1, (even_rows, rows), (zero, count)),
+    ):
+        tile = _tile(builder.module, tile_rows, tile_tokens, cut)
+        with (
+            _steps(builder, *token_range, tile_tokens) as p,
+            _steps(builder, *row_range, tile_rows) as r,
+        ):
+            from_row = builder.add(w, builder.mul(r, w_stride))
+            names = builder.add(row_of, builder.mul(p, four))
+            to = builder.add(builder.add(out, builder.mul(p, pitch)), builder.mul(r, four))
+            builder.call(tile, [from_row, w_stride, x, x_stride, names, k, to, pitch])
+
+
+@contextmanager
+def _steps(builder: Any, start: Value, stop: Value, step: int) -> Iterator[Value]:
+    with cgutils.for_range_slice(builder, start, stop, ir.Constant(_I64, step), inc=True) as loop:
+        yield loop[0]
+
+
+def make_multiply_rows(registers: Registers | None = None) -> Callable[..., None]:
+    """Build the product of float32 weight rows with chosen activation rows, for compiled code.
+
+    Args:
+        registers: how to cut the work; default: what suits the CPU compiled for.
+
+    Returns:
+        ``multiply_rows(w, w_stride, rows, x, k, row_of, count, out, pitch)`` writes
+        ``out[p, r] = sum over k of w[r, k] * x[row_of[p], k]`` for p < count, r < rows. w, x
+        (rows of k floats), row_of (int32) and out are addresses; w_stride and pitch are the bytes
+        from one row of w, or of out, to the next.
+    """
+
+    def multiply(
+        _typing: Any,
+        _w: Any,
+        _w_stride: Any,
+        _rows: Any,
+        _x: Any,
+        _k: Any,
+        _row_of: Any,
+        _count: Any,
+        _out: Any,
+        _pitch: Any,
+    ) -> tuple[Any, Any]:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            cut = registers or choose_registers(context.codegen().magic_tuple()[2])
+            _emit_product(builder, args, cut)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 9), generate
+
+    return intrinsic(multiply)
+
+
+multiply_rows = make_multiply_rows()
