@@ -100,6 +100,11 @@ class FakeDriver:
     def free_bytes(self) -> int:
         return self.memory_bytes - sum(self.allocated.values())
 
+    def cuFuncGetParamInfo(self, _function: bytes, index: int) -> tuple[Result, int, int]:  # noqa: N802  the driver's name
+        if index < len(self.parameter_bytes):
+            return OK, 8 * index, self.parameter_bytes[index]
+        return Result.CUDA_ERROR_INVALID_VALUE, 0, 0
+
     def _allocate(self, nbytes: int) -> tuple[int]:
         self._next_address += 1 << 32
         self.allocated[self._next_address] = nbytes
@@ -132,8 +137,6 @@ class FakeDriver:
             "cuGraphInstantiate": lambda *_: ("exec",),
             "cuModuleLoadData": lambda _: ("module",),
             "cuModuleGetFunction": lambda _, symbol: (symbol,),
-            "cuFuncGetParamCount": lambda _: (len(self.parameter_bytes),),
-            "cuFuncGetParamInfo": lambda _, index: (8 * index, self.parameter_bytes[index]),
         }
 
     def _effect_table(self) -> dict[str, Callable[..., object]]:

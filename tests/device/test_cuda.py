@@ -143,6 +143,7 @@ def test_the_default_budget_leaves_the_reserve(driver: FakeDriver) -> None:
         CudaDevice(fake_gpu(driver), CudaOptions(vram_reserve_bytes=10 * MIB))
     with pytest.raises(OutOfMemory, match="more than"):
         CudaDevice(fake_gpu(driver), CudaOptions(vram_bytes=11 * MIB))
+    assert len(driver.arguments("cuDevicePrimaryCtxRelease")) == 3
 
 
 def test_a_refused_allocation_names_need_free_and_total(
@@ -175,6 +176,7 @@ def test_closing_the_device_frees_everything(device: CudaDevice, driver: FakeDri
     assert not driver.allocated
     assert not driver.registered
     assert {"cuStreamDestroy", "cuEventDestroy"} <= set(driver.names())
+    assert driver.names()[-1] == "cuDevicePrimaryCtxRelease"
 
 
 def test_pinned_memory_is_registered_whole(device: CudaDevice, driver: FakeDriver) -> None:
@@ -237,10 +239,12 @@ def test_pinned_memory_comes_from_the_driver_where_it_cannot_be_registered(
     kept = buffer.host_bytes
     buffer.close()
     gc.collect()
-    assert "cuMemFreeHost" not in driver.names()
+    device.close()
+    for name in ("cuMemFreeHost", "cuDevicePrimaryCtxRelease"):
+        assert name not in driver.names()
     del kept
     gc.collect()
-    assert "cuMemFreeHost" in driver.names()
+    assert driver.names()[-2:] == ["cuMemFreeHost", "cuDevicePrimaryCtxRelease"]
 
 
 def test_scattered_slices_are_refused(driver: FakeDriver) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import strata_cli.engine.device as device_room
 from strata_cli.engine.device import host_memory, open_device
 from strata_cli.engine.device.base import Kernel, Launch, empty
 from strata_cli.engine.device.host import HostDevice
@@ -207,6 +209,11 @@ def test_negative_thread_counts_are_refused() -> None:
         open_device("host", threads=-1)
 
 
-def test_auto_opens_some_device() -> None:
-    with open_device("auto") as device:
-        assert device.name == "host" or device.name.startswith("cuda:")
+def test_auto_falls_back_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device_room, "CUDA_RUNS_MODELS", True)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with caplog.at_level(logging.INFO), open_device("auto", threads=1) as device:
+        assert device.name == "host"
+    assert "cuda-python" in caplog.text

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,12 +67,15 @@ class CudaDevice:
     def __init__(self, gpu: Gpu, options: CudaOptions) -> None:
         self._gpu = gpu
         self._context = Context(gpu)
-        self._context.enter()
-        self._budget = Budget(_limit_bytes(self._driver_memory(), gpu, options))
+        try:
+            self._context.enter()
+            self._budget = Budget(_limit_bytes(self._driver_memory(), gpu, options))
+        except DeviceError:
+            self._context.drop()
+            raise
         self._loader = Loader(
             self._context, CubinCache(options.cache_folder or cache_root() / "cubins")
         )
-        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         self._streams: list[CudaStream] = []
         self._closed = False
         atexit.register(self.close)
@@ -154,11 +156,11 @@ class CudaDevice:
         atexit.unregister(self.close)
         for stream in self._streams:
             stream.close()
-        for owner in list(self._open):
+        for owner in list(self._context.owners):
             owner.close()
         self._loader.close()
-        self._context.enter()
         self._context.reap()
+        self._context.drop()
 
     def __enter__(self) -> Self:
         return self
@@ -167,7 +169,7 @@ class CudaDevice:
         self.close()
 
     def _own(self, owner: Owner) -> Owner:
-        self._open.add(owner)
+        self._context.owners.add(owner)
         return owner
 
     def _check_open(self) -> None:

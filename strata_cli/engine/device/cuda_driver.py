@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from strata_cli.errors import ConfigError, DeviceError, OutOfMemory
 
@@ -157,48 +158,68 @@ def _dotted(version: int) -> str:
 
 
 class _Current(threading.local):
-    """The context that this thread made current last."""
+    """Token of the context that this thread made current last; a context itself would be kept."""
 
-    context: Context | None = None
+    token: object = None
 
 
 _current = _Current()
 
 
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
 class Context:
-    """The GPU's primary context, held until nothing needs it any more.
+    """The GPU's primary context, held until the device is closed and its last memory is gone.
 
-    Memory of cuMemHostAlloc keeps a reference, so that arrays over it stay readable after the
-    device is closed; the driver frees the context with the last one.
+    Memory of cuMemHostAlloc holds it, so that arrays over it stay readable after close().
 
-    ``orphans`` are memories whose owner was dropped without close(). A finalizer can run in any
-    thread, also in one that may not call the driver, so it only appends; reap() frees.
+    ``owners`` are the open buffers, events and graphs, closed with the device. ``orphans`` are
+    what an owner left that was dropped without close(): a finalizer can run in any thread, also in
+    one that may not call the driver, so it only appends, and reap() frees. ``_holders`` is written
+    under the lock.
     """
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
+        self.owners: weakref.WeakSet[_Closable] = weakref.WeakSet()
         self.orphans: deque[Callable[[Context], None]] = deque()
-        self._handle: Any = None
+        self._token = object()
+        self._lock = threading.Lock()
+        self._holders = 1
         driver = gpu.driver
         flags = int(driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC)
         # Refused where another library already uses the context with other flags: no harm.
         driver.cuDevicePrimaryCtxSetFlags(gpu.handle, flags)
-        self._handle = check(
+        self._handle: Any = check(
             f"cuDevicePrimaryCtxRetain(cuda:{gpu.ordinal})",
             driver.cuDevicePrimaryCtxRetain(gpu.handle),
         )
 
     def enter(self) -> None:
         """Makes the context current in the calling thread; cheap when it is already."""
-        if _current.context is not self:
+        if _current.token is not self._token:
+            if self._handle is None:
+                raise DeviceError(f"device cuda:{self.gpu.ordinal} is closed")
             check("cuCtxSetCurrent()", self.gpu.driver.cuCtxSetCurrent(self._handle))
-            _current.context = self
+            _current.token = self._token
 
     def reap(self) -> None:
         """Frees the orphans. Waits for the GPU where there are any."""
         while self.orphans:
             self.orphans.popleft()(self)
 
-    def __del__(self) -> None:
-        if self._handle is not None:
+    def hold(self) -> None:
+        """Keeps the context until a drop() more."""
+        with self._lock:
+            self._holders += 1
+
+    def drop(self) -> None:
+        """Lets go of the context; the last one gives it, and its memory, back to the driver."""
+        with self._lock:
+            self._holders -= 1
+            is_last = self._holders == 0
+        if is_last:
+            self._handle, self._token = None, object()
             self.gpu.driver.cuDevicePrimaryCtxRelease(self.gpu.handle)

@@ -50,11 +50,12 @@ class Function:
     def parameter_bytes(self) -> list[int]:
         """Size of each parameter, from the compiled code."""
         driver = self._context.gpu.driver
-        count = check("cuFuncGetParamCount()", driver.cuFuncGetParamCount(self.handle))
-        return [
-            check("cuFuncGetParamInfo()", driver.cuFuncGetParamInfo(self.handle, index))[1]
-            for index in range(count)
-        ]
+        sizes: list[int] = []
+        while True:  # the driver refuses the index behind the last one
+            status, _, nbytes = driver.cuFuncGetParamInfo(self.handle, len(sizes))
+            if int(status):
+                return sizes
+            sizes.append(nbytes)
 
 
 class Arguments:

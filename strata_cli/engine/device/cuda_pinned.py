@@ -176,6 +176,7 @@ class _HostAllocation:
         self._address = int(
             check(f"cuMemHostAlloc({nbytes})", driver.cuMemHostAlloc(nbytes, flags))
         )
+        context.hold()
         self.__array_interface__ = {
             "data": (self._address, False),
             "shape": (nbytes,),
@@ -187,6 +188,7 @@ class _HostAllocation:
         if hasattr(self, "_address"):
             self._context.enter()
             self._context.gpu.driver.cuMemFreeHost(self._address)
+            self._context.drop()
 
 
 def host_alloc(context: Context, nbytes: int) -> NDArray[np.uint8]:

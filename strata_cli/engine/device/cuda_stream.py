@@ -211,6 +211,7 @@ class CudaStream:
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         check("cuStreamBeginCapture()", self._driver.cuStreamBeginCapture(stream, mode))
         graph = self._capturing = CudaGraph(self._context)
+        self._context.owners.add(graph)
         is_complete = False
         try:
             yield graph
