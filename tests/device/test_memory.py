@@ -124,6 +124,15 @@ def test_resident_bytes_are_read_by_kernels_and_written_by_nobody(
         stream.fill(x, 0)
 
 
+def test_kernels_work_in_pinned_memory(device: Device, stream: Stream) -> None:
+    x, y, out = (Tensor.over(device.allocate_pinned(4_000), (1_000,), np.float32) for _ in range(3))
+    x.numpy()[:] = np.arange(1_000)
+    y.numpy()[:] = 0.5
+    add(stream, x, y, out)
+    stream.synchronize()
+    np.testing.assert_array_equal(out.numpy(), np.arange(1_000, dtype=np.float32) + 0.5)
+
+
 def test_buffers_need_flat_bytes(device: Device) -> None:
     square: NDArray[np.uint8] = np.zeros((4, 4), np.uint8)
     for data in (square, square.reshape(-1)[::2]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from functools import partial
 from types import FrameType
 
@@ -210,6 +211,13 @@ def test_a_signal_interrupts_synchronize(device: Device, stream: Stream) -> None
         signal.signal(signal.SIGALRM, previous)
     stream.synchronize()
     assert event.query()
+
+
+def test_waiting_sleeps(device: Device, stream: Stream) -> None:
+    stream.call(standing_at(threading.Event(), seconds=0.3))
+    used = time.process_time()
+    stream.synchronize()
+    assert time.process_time() - used < 0.1
 
 
 def test_device_synchronize_waits_for_every_stream(device: Device, stream: Stream) -> None:
