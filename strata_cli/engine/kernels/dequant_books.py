@@ -21,9 +21,9 @@ def _signed(magnitudes: Lanes, signs: Lanes, first: int = 0) -> Lanes:
 
 def _even_signs(code: Lanes) -> Lanes:
     """Eight sign bits from seven (32-bit scalar): the eighth makes their number even."""
-    folded = code.exclusive_or(code >> 4)
-    folded = folded.exclusive_or(folded >> 2)
-    folded = folded.exclusive_or(folded >> 1)
+    folded = code ^ (code >> 4)
+    folded = folded ^ (folded >> 2)
+    folded = folded ^ (folded >> 1)
     return code | ((folded & 1) << 7)
 
 

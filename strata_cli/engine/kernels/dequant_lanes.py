@@ -72,8 +72,7 @@ class Lanes:
     def __or__(self, other: Operand) -> Lanes:
         return self._new(self.builder.or_(*self._match(other)))
 
-    def exclusive_or(self, other: Operand) -> Lanes:
-        """Integers, bit by bit."""
+    def __xor__(self, other: Operand) -> Lanes:
         return self._new(self.builder.xor(*self._match(other)))
 
     def __lshift__(self, other: Operand) -> Lanes:
