@@ -151,7 +151,7 @@ class Kernel:
     """One kernel: the same operation for every device, and its plain numpy statement.
 
     A launch passes the CUDA function its arguments in order: a pointer for each Tensor, a
-    ``long long`` for each int, a ``float`` for each float.
+    ``long long`` for each int, a ``float`` for each float; then the launch's extents.
 
     Attributes:
         name: unique; for messages, and the CUDA function where ``function`` is empty.
@@ -180,6 +180,8 @@ class Launch:
         grid: thread blocks on a GPU.
         block: threads per block on a GPU.
         shared_bytes: dynamic shared memory on a GPU.
+        extents: sizes that a CUDA function, which gets bare pointers, takes after the arguments,
+            each a ``long long``. The host's arrays carry theirs.
     """
 
     items: int
@@ -187,6 +189,7 @@ class Launch:
     grid: tuple[int, int, int] = (1, 1, 1)
     block: tuple[int, int, int] = (1, 1, 1)
     shared_bytes: int = 0
+    extents: tuple[int, ...] = ()
 
 
 class Event(Protocol):

@@ -55,6 +55,7 @@ class CudaStream:
 
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         stream = self._enter("launch")
+        args += launch.extents
         arguments = self._arguments.get(kernel)
         if arguments is None:
             arguments = Arguments(self._loader.function(kernel), args)
