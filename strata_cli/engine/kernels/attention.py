@@ -1,0 +1,213 @@
+"""Gated attention over a K/V cache: dense causal, or the index blocks chosen for each token.
+
+Source: qwen4exp QSA. H query heads share KV key/value heads, H / KV to each; softmax over
+q . k / sqrt(dim); the result is gated by a sigmoid. A token's allowed positions are taken in
+ascending order, by one sequence of operations that depends on nothing but the token, its position,
+its blocks and the cache.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
+from strata_cli.engine.kernels.jit import nogil_jit
+from strata_cli.engine.kernels.math32 import exp32, sigmoid32
+from strata_cli.engine.kernels.reduce import dot16, max16, sum16
+from strata_cli.engine.kernels.rows import add_weighted_rows, clear_row, copy_rows
+from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+F32 = np.float32
+
+
+def store_rows(stream: Stream, src: Tensor, positions: Tensor, cache: Tensor) -> None:
+    """Write each token's row at its position of a cache.
+
+    Args:
+        stream: enqueues here.
+        src: float32 [T, width].
+        positions: int32 [T], each below context, all different.
+        cache: float32 [context, width]; other rows stay.
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    expect_rank("store_rows src", src, 2)
+    expect_rank("store_rows cache", cache, 2)
+    expect("store_rows src", src, src.shape)
+    expect("store_rows positions", positions, src.shape[:1], np.int32)
+    expect("store_rows cache", cache, (cache.shape[0], src.shape[1]))
+    launch = Launch(items=src.shape[0], grain=grain(src.shape[1]))
+    stream.launch(STORE_ROWS, launch, src, positions, cache)
+
+
+def attend(
+    stream: Stream,
+    q: Tensor,
+    gate_src: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    selected: Tensor,
+    num_selected: Tensor,
+    ratio: int,
+    out: Tensor,
+) -> None:
+    """Gated attention of T tokens of one sequence over its cache, their own rows included.
+
+    A token sees the positions of its selected blocks and those after its last complete block; all
+    positions up to its own when ratio is 0 or every complete block is selected.
+
+    Args:
+        stream: enqueues here.
+        q: queries, normalised and turned, float32 [T, H, dim].
+        gate_src: float32 [T, H, 2 * dim], of which the second half of a head is its gate.
+        keys: float32 [context, KV * dim].
+        values: float32 [context, KV * dim].
+        positions: int32 [T].
+        selected: int32 [T, budget_blocks] from select_blocks; not read when ratio is 0.
+        num_selected: int32 [T]; not read when ratio is 0.
+        ratio: positions per block, 0 for dense attention.
+        out: float32 [T, H * dim], overwritten.
+
+    Raises:
+        ShapeError: an argument has another shape or type, or KV does not divide H.
+    """
+    expect_rank("attend q", q, 3)
+    expect_rank("attend keys", keys, 2)
+    expect_rank("attend selected", selected, 2)
+    num_tokens, num_heads, dim = q.shape
+    num_kv_heads = keys.shape[1] // dim
+    group = num_heads // max(num_kv_heads, 1)
+    expect("attend q", q, (num_tokens, group * num_kv_heads, dim))
+    expect("attend gate_src", gate_src, (num_tokens, num_heads, 2 * dim))
+    expect("attend keys", keys, (keys.shape[0], num_kv_heads * dim))
+    expect("attend values", values, keys.shape)
+    expect("attend positions", positions, (num_tokens,), np.int32)
+    expect("attend selected", selected, (num_tokens, selected.shape[1]), np.int32)
+    expect("attend num_selected", num_selected, (num_tokens,), np.int32)
+    expect("attend out", out, (num_tokens, num_heads * dim))
+    launch = Launch(items=num_tokens * num_heads, grain=grain(64 * dim))
+    stream.launch(
+        ATTEND,
+        launch,
+        q,
+        gate_src.reshape(num_tokens, num_heads, 2, dim),
+        keys,
+        values,
+        positions,
+        selected,
+        num_selected,
+        ratio,
+        out.reshape(num_tokens, num_heads, dim),
+    )
+
+
+@nogil_jit
+def _store_rows(begin: int, end: int, src: Floats, positions: Ints, cache: Floats) -> None:
+    """Items: tokens."""
+    width = src.shape[1]
+    for token in range(begin, end):
+        copy_rows(cache, positions[token] * width, width, src, token * width, width, 1, width)
+
+
+@nogil_jit
+def _attend(
+    begin: int,
+    end: int,
+    q: Floats,
+    gate_src: Floats,
+    keys: Floats,
+    values: Floats,
+    positions: Ints,
+    selected: Ints,
+    num_selected: Ints,
+    ratio: int,
+    out: Floats,
+) -> None:
+    """Items: (head, token), heads outermost: late tokens cost more, so every thread gets some.
+
+    gate_src [T, H, 2, dim] and out [T, H, dim]. The allowed positions are runs of consecutive ones:
+    the selected blocks, then the tail; or the tail alone, from position 0 on.
+    """
+    num_tokens, num_heads, dim = q.shape
+    width = keys.shape[1]
+    group = num_heads * dim // width
+    scale = F32(1.0) / np.sqrt(F32(dim))
+    weights = np.empty(keys.shape[0], F32)
+    firsts, lasts = (
+        np.empty(selected.shape[1] + 1, np.intp),
+        np.empty(selected.shape[1] + 1, np.intp),
+    )
+    for item in range(begin, end):
+        head, token = item // num_tokens, item % num_tokens
+        at, column = (token * num_heads + head) * dim, head // group * dim
+        stop = positions[token] + 1
+        blocks, complete = num_selected[token], stop // ratio if ratio > 0 else 0
+        if blocks >= complete:
+            blocks, complete = 0, 0
+        for block in range(blocks):
+            firsts[block] = selected[token, block] * ratio
+            lasts[block] = firsts[block] + ratio
+        firsts[blocks], lasts[blocks] = complete * ratio, stop
+        count = 0
+        for run in range(blocks + 1):
+            for position in range(firsts[run], lasts[run]):
+                weights[count] = scale * dot16(q, at, keys, position * width + column, dim)
+                count += 1
+        largest = max16(weights, 0, count)
+        for index in range(count):
+            weights[index] = exp32(weights[index] - largest)
+        total = sum16(weights, 0, count)
+        clear_row(out, at, dim)
+        count = 0
+        for run in range(blocks + 1):
+            first, length = firsts[run] * width + column, lasts[run] - firsts[run]
+            add_weighted_rows(out, at, weights, count, values, first, width, length, dim)
+            count += length
+        for i in range(dim):
+            gate = sigmoid32(gate_src[token, head, 1, i])
+            out[token, head, i] = out[token, head, i] / total * gate
+
+
+def store_rows_reference(src: Floats, positions: Ints, cache: Floats) -> Floats:
+    """store_rows in plain numpy: the new cache."""
+    new = cache.copy()
+    new[positions] = src
+    return new
+
+
+def attend_reference(
+    q: Floats,
+    gate_src: Floats,
+    keys: Floats,
+    values: Floats,
+    positions: Ints,
+    selected: Ints,
+    num_selected: Ints,
+    ratio: int,
+) -> Floats:
+    """Attend in plain numpy: [T, H * dim]."""
+    num_tokens, num_heads, dim = q.shape
+    kv = keys.shape[1] // dim
+    k, v = (cache.astype(np.float64).reshape(-1, kv, dim) for cache in (keys, values))
+    heads_of = np.arange(num_heads) // (num_heads // kv)
+    out = np.empty((num_tokens, num_heads, dim))
+    for t, position in enumerate(positions):
+        allowed = np.arange(position + 1)
+        if ratio:
+            blocks = np.append(selected[t, : num_selected[t]], (position + 1) // ratio)
+            allowed = allowed[np.isin(allowed // ratio, blocks)]
+        scores = np.einsum("hd,phd->hp", q[t], k[allowed][:, heads_of]) / np.sqrt(dim)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        out[t] = np.einsum("hp,phd->hd", weights, v[allowed][:, heads_of])
+    gate = 1.0 / (1.0 + np.exp(-gate_src[..., dim:].astype(np.float64)))
+    return (out * gate).reshape(num_tokens, -1).astype(np.float32)
+
+
+STORE_ROWS = Kernel("store_rows", _store_rows, store_rows_reference)
+ATTEND = Kernel("attend", _attend, attend_reference)

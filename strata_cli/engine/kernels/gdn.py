@@ -1,0 +1,260 @@
+"""Gated delta net: causal convolution, delta rule over a recurrent state, and gated output norm.
+
+Source: qwen4exp GDN mixer. T tokens of one sequence, nk key heads, nv value heads, dim wide each;
+value head h uses key head h % nk. kd = nk * dim, vd = nv * dim. The state of a head is
+[dim of keys, dim of values]: its columns never mix, so they are computed side by side.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
+from strata_cli.engine.kernels.conv import ROWS_AT_ONCE, channel_taps, convolve_silu
+from strata_cli.engine.kernels.jit import nogil_jit
+from strata_cli.engine.kernels.math32 import exp32, sigmoid32, softplus32
+from strata_cli.engine.kernels.reduce import rms_scale, sum_squares16
+from strata_cli.engine.kernels.rows import (
+    add_weighted_rows,
+    clear_row,
+    copy_rows,
+    decay_and_add,
+)
+from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+F32 = np.float32
+_CHANNELS_AT_LEAST = 64  # for a thread's piece of a convolution
+
+
+def causal_conv_silu(
+    stream: Stream, u: Tensor, history: Tensor, weight: Tensor, out: Tensor
+) -> None:
+    """Depthwise causal convolution over tokens, then silu, for one sequence's next T tokens.
+
+    Args:
+        stream: enqueues here.
+        u: float32 [T, channels].
+        history: the K - 1 rows before u, float32 [K - 1, channels], zeros at a sequence's start;
+            replaced by the last K - 1 rows of history and u together.
+        weight: taps, oldest first, float32 [channels, K].
+        out: float32 [T, channels], overwritten.
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    expect_rank("causal_conv_silu u", u, 2)
+    expect_rank("causal_conv_silu weight", weight, 2)
+    num_tokens, channels = u.shape
+    num_taps = weight.shape[1]
+    expect("causal_conv_silu u", u, u.shape)
+    expect("causal_conv_silu weight", weight, (channels, num_taps))
+    expect("causal_conv_silu history", history, (num_taps - 1, channels))
+    expect("causal_conv_silu out", out, u.shape)
+    launch = Launch(items=channels, grain=max(_CHANNELS_AT_LEAST, grain(4 * num_tokens)))
+    stream.launch(CAUSAL_CONV_SILU, launch, u, history, weight, out)
+
+
+def delta_rule(
+    stream: Stream,
+    c: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    a: Tensor,
+    dt: Tensor,
+    state: Tensor,
+    out: Tensor,
+    num_key_heads: int,
+    eps: float,
+) -> None:
+    """Run one sequence's next T tokens, one after the other, through the gated delta rule.
+
+    q and k are l2-normalised (eps added to the sum of squares), q divided by sqrt(dim). Per head:
+    S <- exp(a softplus(alpha + dt)) S;  S += k (sigmoid(beta) (v - S'k))';  out = S'q.
+
+    Args:
+        stream: enqueues here.
+        c: q heads, k heads, v heads after the convolution, float32 [T, 2 kd + vd].
+        alpha: float32 [T, nv].
+        beta: float32 [T, nv], before the sigmoid.
+        a: minus the decay rate, float32 [nv].
+        dt: float32 [nv].
+        state: float32 [nv, dim, dim], zeros at a sequence's start, in place.
+        out: float32 [T, nv * dim], overwritten.
+        num_key_heads: nk.
+        eps: added to the sum of squares.
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    expect_rank("delta_rule c", c, 2)
+    expect_rank("delta_rule state", state, 3)
+    num_tokens, (num_values, dim, _) = c.shape[0], state.shape
+    expect("delta_rule state", state, (num_values, dim, dim))
+    expect("delta_rule c", c, (num_tokens, (2 * num_key_heads + num_values) * dim))
+    expect("delta_rule alpha", alpha, (num_tokens, num_values))
+    expect("delta_rule beta", beta, (num_tokens, num_values))
+    expect("delta_rule a", a, (num_values,))
+    expect("delta_rule dt", dt, (num_values,))
+    expect("delta_rule out", out, (num_tokens, num_values * dim))
+    launch = Launch(items=num_values, grain=grain(num_tokens * dim * dim))
+    heads = c.reshape(num_tokens, 2 * num_key_heads + num_values, dim)
+    stream.launch(DELTA_RULE, launch, heads, alpha, beta, a, dt, state, out, eps)
+
+
+def gated_norm(
+    stream: Stream, o: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor
+) -> None:
+    """RMS-normalise each value head, scale by weight, gate by sigmoid(z).
+
+    Args:
+        stream: enqueues here.
+        o: float32 [T, nv * dim].
+        z: float32 [T, nv * dim], before the sigmoid.
+        weight: float32 [dim].
+        eps: added to the mean square.
+        out: float32 [T, nv * dim], overwritten.
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    expect_rank("gated_norm o", o, 2)
+    expect_rank("gated_norm weight", weight, 1)
+    num_tokens, dim = o.shape[0], weight.shape[0]
+    num_heads = o.shape[1] // dim
+    expect("gated_norm o", o, (num_tokens, num_heads * dim))
+    expect("gated_norm weight", weight, (dim,))
+    expect("gated_norm z", z, o.shape)
+    expect("gated_norm out", out, o.shape)
+    launch = Launch(items=num_tokens * num_heads, grain=grain(4 * dim))
+    o, z, out = (tensor.reshape(num_tokens * num_heads, dim) for tensor in (o, z, out))
+    stream.launch(GATED_NORM, launch, o, z, weight, eps, out)
+
+
+@nogil_jit
+def _causal_conv_silu(
+    begin: int, end: int, u: Floats, history: Floats, weight: Floats, out: Floats
+) -> None:
+    """Items: channels."""
+    num_tokens, channels = u.shape
+    n, past = end - begin, history.shape[0]
+    most = num_tokens if num_tokens < ROWS_AT_ONCE else ROWS_AT_ONCE
+    taps = channel_taps(weight, begin, n)
+    window = np.empty((past + most, n), F32)
+    result = np.empty((most, n), F32)
+    copy_rows(window, 0, n, history, begin, channels, past, n)
+    for first in range(0, num_tokens, ROWS_AT_ONCE):
+        rows = most if first + most <= num_tokens else num_tokens - first
+        copy_rows(window, past * n, n, u, first * channels + begin, channels, rows, n)
+        convolve_silu(window, rows, taps, 1, result)
+        copy_rows(out, first * channels + begin, channels, result, 0, n, rows, n)
+        copy_rows(window, 0, n, window, rows * n, n, past, n)
+    copy_rows(history, begin, channels, window, 0, n, past, n)
+
+
+@nogil_jit
+def _delta_rule(
+    begin: int,
+    end: int,
+    c: Floats,
+    alpha: Floats,
+    beta: Floats,
+    a: Floats,
+    dt: Floats,
+    state: Floats,
+    out: Floats,
+    eps: float,
+) -> None:
+    """Items: value heads. c [T, 2 nk + nv, dim]. S'k is taken before the decay, then decayed."""
+    num_heads, dim = state.shape[0], state.shape[1]
+    num_keys = (c.shape[1] - num_heads) // 2
+    row = c.shape[1] * dim
+    scratch = np.empty((3, dim), F32)
+    q, k, change = scratch[0], scratch[1], scratch[2]
+    for head in range(begin, end):
+        q_head = head % num_keys
+        k_head, v_head = num_keys + q_head, 2 * num_keys + head
+        for token in range(c.shape[0]):
+            q_squares = sum_squares16(c, token * row + q_head * dim, dim)
+            k_squares = sum_squares16(c, token * row + k_head * dim, dim)
+            q_scale = F32(1.0) / np.sqrt((q_squares + F32(eps)) * F32(dim))
+            k_scale = F32(1.0) / np.sqrt(k_squares + F32(eps))
+            for i in range(dim):
+                q[i] = c[token, q_head, i] * q_scale
+                k[i] = c[token, k_head, i] * k_scale
+            decay = exp32(a[head] * softplus32(alpha[token, head] + dt[head]))
+            rate = sigmoid32(beta[token, head])
+            clear_row(change, 0, dim)
+            add_weighted_rows(change, 0, k, 0, state, head * dim * dim, dim, dim, dim)
+            for i in range(dim):
+                change[i] = rate * (c[token, v_head, i] - decay * change[i])
+            for key in range(dim):
+                decay_and_add(state, (head * dim + key) * dim, decay, k[key], change, 0, dim)
+            at = (token * num_heads + head) * dim
+            clear_row(out, at, dim)
+            add_weighted_rows(out, at, q, 0, state, head * dim * dim, dim, dim, dim)
+
+
+@nogil_jit
+def _gated_norm(
+    begin: int, end: int, o: Floats, z: Floats, weight: Floats, eps: float, out: Floats
+) -> None:
+    """Items: (token, value head), the rows of o, z and out [T * nv, dim]."""
+    dim = weight.size
+    for item in range(begin, end):
+        scale = rms_scale(o, item * dim, dim, eps)
+        for i in range(dim):
+            out[item, i] = o[item, i] * scale * weight[i] * sigmoid32(z[item, i])
+
+
+def causal_conv_silu_reference(u: Floats, history: Floats, weight: Floats) -> tuple[Floats, Floats]:
+    """causal_conv_silu in plain numpy: (out, the new history)."""
+    rows = np.concatenate([history, u]).astype(np.float64)
+    num_taps, num_tokens = weight.shape[1], len(u)
+    total = sum(rows[j : j + num_tokens] * weight[:, j] for j in range(num_taps))
+    out = total / (1.0 + np.exp(-total))
+    return out.astype(np.float32), rows[len(rows) - len(history) :].astype(np.float32)
+
+
+def delta_rule_reference(
+    c: Floats,
+    alpha: Floats,
+    beta: Floats,
+    a: Floats,
+    dt: Floats,
+    state: Floats,
+    num_key_heads: int,
+    eps: float,
+) -> tuple[Floats, Floats]:
+    """delta_rule in plain numpy: (out [T, nv * dim], the new state)."""
+    num_tokens, (num_values, dim, _) = len(c), state.shape
+    parts = c.astype(np.float64).reshape(num_tokens, -1, dim)
+    keys_of = np.arange(num_values) % num_key_heads
+    v = parts[:, 2 * num_key_heads :]
+    unit = parts / np.sqrt(np.sum(parts**2, axis=-1, keepdims=True) + eps)
+    q, k = unit[:, keys_of] / np.sqrt(dim), unit[:, num_key_heads + keys_of]
+    decay = np.exp(a * np.logaddexp(0.0, alpha.astype(np.float64) + dt))
+    rate = 1.0 / (1.0 + np.exp(-beta.astype(np.float64)))
+    s = state.astype(np.float64)
+    out = np.empty((num_tokens, num_values, dim))
+    for t in range(num_tokens):
+        s = s * decay[t][:, None, None]
+        recalled = np.einsum("hkv,hk->hv", s, k[t])
+        s = s + np.einsum("hk,hv->hkv", k[t], rate[t][:, None] * (v[t] - recalled))
+        out[t] = np.einsum("hkv,hk->hv", s, q[t])
+    return out.reshape(num_tokens, -1).astype(np.float32), s.astype(np.float32)
+
+
+def gated_norm_reference(o: Floats, z: Floats, weight: Floats, eps: float) -> Floats:
+    """gated_norm in plain numpy: [T, nv * dim]."""
+    heads = o.astype(np.float64).reshape(len(o), -1, len(weight))
+    normed: Doubles = heads / np.sqrt(np.mean(heads**2, axis=-1, keepdims=True) + eps) * weight
+    gate = 1.0 / (1.0 + np.exp(-z.astype(np.float64)))
+    return (normed.reshape(o.shape) * gate).astype(np.float32)
+
+
+CAUSAL_CONV_SILU = Kernel("causal_conv_silu", _causal_conv_silu, causal_conv_silu_reference)
+DELTA_RULE = Kernel("delta_rule", _delta_rule, delta_rule_reference)
+GATED_NORM = Kernel("gated_norm", _gated_norm, gated_norm_reference)

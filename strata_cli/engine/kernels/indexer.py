@@ -1,0 +1,229 @@
+"""QSA's block indexer: pooled keys of complete blocks, and the best blocks for each query.
+
+Source: qwen4exp QSA. A block is ratio consecutive positions and competes once all of them exist;
+its key is the mean of their raw keys, normalised, then turned to the block's first position.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
+from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
+from strata_cli.engine.kernels.math32 import bits_from_float
+from strata_cli.engine.kernels.reduce import dot16, rms_scale
+from strata_cli.engine.kernels.rope import turn_reference, turn_row
+from strata_cli.engine.kernels.rows import add_weighted_rows, clear_row, scale_row
+from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.errors import ShapeError
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+F32 = np.float32
+
+
+def pool_index_blocks(
+    stream: Stream,
+    raw_keys: Tensor,
+    positions: Tensor,
+    ratio: int,
+    weight: Tensor,
+    rope: Tensor,
+    eps: float,
+    pooled: Tensor,
+) -> None:
+    """Compute the key of every block that one of T tokens completes. Other blocks stay.
+
+    Args:
+        stream: enqueues here.
+        raw_keys: index keys of all positions so far, float32 [context, dim].
+        positions: int32 [T].
+        ratio: positions per block, at least 1.
+        weight: norm weight, float32 [dim].
+        rope: rope_table, float32 [>= context, rotary_dim / 2, 2].
+        eps: added to the mean square.
+        pooled: float32 [context / ratio, dim], the completed blocks' rows are overwritten.
+
+    Raises:
+        ShapeError: an argument has another shape or type, or ratio is not positive.
+    """
+    expect_rank("pool_index_blocks raw_keys", raw_keys, 2)
+    expect_rank("pool_index_blocks positions", positions, 1)
+    expect_rank("pool_index_blocks rope", rope, 3)
+    _expect_positive("pool_index_blocks ratio", ratio)
+    context, dim = raw_keys.shape
+    expect("pool_index_blocks raw_keys", raw_keys, (context, dim))
+    expect("pool_index_blocks positions", positions, positions.shape, np.int32)
+    expect("pool_index_blocks weight", weight, (dim,))
+    expect("pool_index_blocks rope", rope, (rope.shape[0], min(dim // 2, rope.shape[1]), 2))
+    expect("pool_index_blocks pooled", pooled, (context // ratio, dim))
+    launch = Launch(items=positions.shape[0], grain=grain(dim))
+    stream.launch(POOL_INDEX_BLOCKS, launch, raw_keys, positions, ratio, weight, rope, eps, pooled)
+
+
+def select_blocks(
+    stream: Stream,
+    queries: Tensor,
+    pooled: Tensor,
+    positions: Tensor,
+    ratio: int,
+    budget_blocks: int,
+    selected: Tensor,
+    num_selected: Tensor,
+) -> None:
+    """Choose the best complete blocks for each token's query; equal scores: the lower block.
+
+    A block's score is the sum over heads, in order, of relu(query . key).
+
+    Args:
+        stream: enqueues here.
+        queries: float32 [T, heads, dim].
+        pooled: keys of complete blocks, float32 [blocks, dim].
+        positions: int32 [T]; (position + 1) // ratio blocks compete.
+        ratio: positions per block, at least 1.
+        budget_blocks: most blocks kept per token, at least 1.
+        selected: int32 [T, budget_blocks], overwritten: ascending block ids, the rest -1.
+        num_selected: int32 [T], overwritten.
+
+    Raises:
+        ShapeError: an argument has another shape or type, or ratio or budget is not positive.
+    """
+    expect_rank("select_blocks queries", queries, 3)
+    expect_rank("select_blocks pooled", pooled, 2)
+    _expect_positive("select_blocks ratio", ratio)
+    _expect_positive("select_blocks budget_blocks", budget_blocks)
+    num_tokens, num_heads, dim = queries.shape
+    expect("select_blocks queries", queries, (num_tokens, num_heads, dim))
+    expect("select_blocks pooled", pooled, (pooled.shape[0], dim))
+    expect("select_blocks positions", positions, (num_tokens,), np.int32)
+    expect("select_blocks selected", selected, (num_tokens, budget_blocks), np.int32)
+    expect("select_blocks num_selected", num_selected, (num_tokens,), np.int32)
+    launch = Launch(items=num_tokens, grain=grain(pooled.shape[0] * dim))
+    stream.launch(SELECT_BLOCKS, launch, queries, pooled, positions, ratio, selected, num_selected)
+
+
+def _expect_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ShapeError(f"{name}: expected at least 1, got {value}")
+
+
+@nogil_jit
+def _pool_index_blocks(
+    begin: int,
+    end: int,
+    raw_keys: Floats,
+    positions: Ints,
+    ratio: int,
+    weight: Floats,
+    rope: Floats,
+    eps: float,
+    pooled: Floats,
+) -> None:
+    """Items: tokens. A block is completed by one token, so no two items write the same row."""
+    dim = raw_keys.shape[1]
+    mean, ones = np.empty(dim, F32), np.ones(ratio, F32)
+    for token in range(begin, end):
+        past_end = positions[token] + 1
+        if past_end % ratio == 0:
+            block = past_end // ratio - 1
+            clear_row(mean, 0, dim)
+            add_weighted_rows(mean, 0, ones, 0, raw_keys, block * ratio * dim, dim, ratio, dim)
+            for i in range(dim):
+                mean[i] = mean[i] / F32(ratio)
+            scale = rms_scale(mean, 0, dim, eps)
+            scale_row(pooled, block * dim, mean, 0, scale, weight, 0, dim)
+            turn_row(pooled, block, rope, block * ratio)
+
+
+@inline_jit
+def _kth_largest(values: Ints, count: int, k: int) -> np.int32:
+    """The k-th largest of count values, none negative: found one binary digit at a time."""
+    threshold = np.int32(0)
+    for digit in range(30, -1, -1):
+        candidate = np.int32(threshold | np.int32(1 << digit))
+        at_least = 0
+        for i in range(count):
+            at_least += values[i] >= candidate
+        if at_least >= k:
+            threshold = candidate
+    return threshold
+
+
+@nogil_jit
+def _select_blocks(
+    begin: int,
+    end: int,
+    queries: Floats,
+    pooled: Floats,
+    positions: Ints,
+    ratio: int,
+    selected: Ints,
+    num_selected: Ints,
+) -> None:
+    """Items: tokens. Scores are not negative, so the bits of their floats order as they do."""
+    num_heads, dim, budget = queries.shape[1], queries.shape[2], selected.shape[1]
+    bits = np.zeros(pooled.shape[0], np.int32)
+    for token in range(begin, end):
+        complete = (positions[token] + 1) // ratio
+        threshold, ties = np.int32(-1), 0
+        if complete > budget:
+            for block in range(complete):
+                score = F32(0.0)
+                for head in range(token * num_heads, (token + 1) * num_heads):
+                    product = dot16(queries, head * dim, pooled, block * dim, dim)
+                    if product > F32(0.0):
+                        score += product
+                bits[block] = bits_from_float(score)
+            threshold = _kth_largest(bits, complete, budget)
+            ties = budget
+            for block in range(complete):
+                ties -= bits[block] > threshold
+        kept = 0
+        for block in range(complete):
+            is_tie = bits[block] == threshold
+            if bits[block] > threshold or (is_tie and ties > 0):
+                ties -= is_tie
+                selected[token, kept] = block
+                kept += 1
+        num_selected[token] = kept
+        for rest in range(kept, budget):
+            selected[token, rest] = -1
+
+
+def pool_index_blocks_reference(
+    raw_keys: Floats,
+    positions: Ints,
+    ratio: int,
+    weight: Floats,
+    rope: Floats,
+    eps: float,
+    pooled: Floats,
+) -> Floats:
+    """pool_index_blocks in plain numpy: the new pooled."""
+    new = pooled.copy()
+    for last in positions[(positions + 1) % ratio == 0]:
+        first = last + 1 - ratio
+        mean = raw_keys[first : last + 1].astype(np.float64).mean(axis=0)
+        normed = mean / np.sqrt(np.mean(mean**2) + eps) * weight
+        new[first // ratio] = turn_reference(normed[None], rope, np.array([first], np.int32))[0]
+    return new
+
+
+def select_blocks_reference(
+    queries: Floats, pooled: Floats, positions: Ints, ratio: int, budget_blocks: int
+) -> tuple[Ints, Ints]:
+    """select_blocks in plain numpy: (selected, num_selected)."""
+    selected = np.full((len(queries), budget_blocks), -1, np.int32)
+    num_selected = np.zeros(len(queries), np.int32)
+    for token, position in enumerate(positions):
+        keys = pooled[: (position + 1) // ratio].astype(np.float64)
+        scores = np.maximum(queries[token].astype(np.float64) @ keys.T, 0.0).sum(axis=0)
+        best = np.sort(np.argsort(-scores, kind="stable")[:budget_blocks])
+        selected[token, : len(best)] = best
+        num_selected[token] = len(best)
+    return selected, num_selected
+
+
+POOL_INDEX_BLOCKS = Kernel("pool_index_blocks", _pool_index_blocks, pool_index_blocks_reference)
+SELECT_BLOCKS = Kernel("select_blocks", _select_blocks, select_blocks_reference)
