@@ -90,6 +90,7 @@ class Engine:
         self._forward = forward
         self._port = port
         self._resources = resources
+        self._is_closed = False
 
     @classmethod
     def open(
@@ -160,12 +161,24 @@ class Engine:
 
         Raises:
             OutOfMemory: its K/V and state do not fit.
+            StateError: the engine is closed.
         """
+        self.require_open()
         state = new_state(self.spec, self._device, self._stream, self.context_tokens)
         return Sequence(self, state, Decoder(self._forward, self._port, state))
 
+    def require_open(self) -> None:
+        """Refuse to work after close().
+
+        Raises:
+            StateError: the engine is closed.
+        """
+        if self._is_closed:
+            raise StateError("the engine is closed", hint="open the model again")
+
     def close(self) -> None:
-        """Gives all memory back. Safe to call twice; sequences must not be used afterwards."""
+        """Gives all memory back. Safe to call twice; its sequences can only be closed then."""
+        self._is_closed = True
         self._resources.close()
 
     def __enter__(self) -> Self:
@@ -176,12 +189,16 @@ class Engine:
 
 
 class Sequence:
-    """One conversation or prompt: tokens read so far and all state that follows from them."""
+    """One conversation or prompt: tokens read so far and all state that follows from them.
+
+    Every method but close() raises StateError once it, or its engine, is closed.
+    """
 
     def __init__(self, engine: Engine, state: SequenceState, decoder: Decoder) -> None:
         self._engine = engine
         self._state = state
         self._decoder = decoder
+        self._is_closed = False
 
     @property
     def position(self) -> int:
@@ -227,16 +244,22 @@ class Sequence:
         return self._decoder.step(token_id)
 
     def snapshot(self) -> Snapshot:
-        """The state at this position, for restore(). K/V is positional and is not copied."""
+        """The state at this position, for restore(). K/V is positional and is not copied.
+
+        Raises:
+            StateError: an earlier call was interrupted halfway.
+        """
+        self._require_open()
         self._state.require_consistent()
         return self._state.snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Rewind to a snapshot of this sequence.
+        """Rewind to a snapshot of this sequence; mends one that was interrupted halfway.
 
         Raises:
             StateError: other tokens were read over the snapshot's positions since.
         """
+        self._require_open()
         if not self._state.can_restore(snapshot):
             raise StateError(
                 f"the snapshot at position {snapshot.position} is no longer a prefix of what "
@@ -246,16 +269,23 @@ class Sequence:
         self._state.restore(snapshot)
 
     def reset(self) -> None:
-        """Back to position 0."""
+        """Back to position 0; mends a sequence that was interrupted halfway."""
+        self._require_open()
         self._state.reset()
 
     def state_hash(self) -> StateHash:
-        """Fingerprint of everything the next token depends on."""
+        """Fingerprint of everything the next token depends on.
+
+        Raises:
+            StateError: an earlier call was interrupted halfway.
+        """
+        self._require_open()
         self._state.require_consistent()
         return self._state.hash()
 
     def close(self) -> None:
         """Gives the sequence's memory back. Safe to call twice."""
+        self._is_closed = True
         self._decoder.close()
         self._state.close()
 
@@ -265,7 +295,13 @@ class Sequence:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _require_open(self) -> None:
+        self._engine.require_open()
+        if self._is_closed:
+            raise StateError("the sequence is closed", hint="make a new one: Engine.sequence()")
+
     def _check(self, ids: list[int]) -> None:
+        self._require_open()
         vocab, context = self._engine.spec.vocab_size, self._engine.context_tokens
         if not ids:
             raise InputError("nothing to read: the prompt has no tokens", hint="give some text")

@@ -50,19 +50,27 @@ def read_together(
     return [logits[segment.start : segment.stop] for segment in batch.segments]
 
 
-def interrupt_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Let the engine's next launches through, then raise KeyboardInterrupt instead of one."""
-    stream = engine._stream
-    launch, left = stream.launch, after
+@contextmanager
+def interrupt(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, operation: str, after: int
+) -> Iterator[None]:
+    """Inside the block, the stream's operation raises KeyboardInterrupt, after so many that pass.
+
+    The block must end in that interrupt.
+    """
+    allowed, left = getattr(engine._stream, operation), after
 
     def counted(*args: Any) -> None:
         nonlocal left
         if left == 0:
             raise KeyboardInterrupt
         left -= 1
-        launch(*args)
+        allowed(*args)
 
-    monkeypatch.setattr(stream, "launch", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._stream, operation, counted)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 @contextmanager

@@ -32,13 +32,19 @@ class RowPort:
         self._outputs = device.allocate_pinned(4 * vocab * workspace.logit_rows)
         self._logits = Tensor.over(self._outputs, (workspace.logit_rows, vocab), np.float32)
         self._inputs_read: Event = device.event()
+        self._is_marked = True
 
     def stage(self, ids: Sequence[int], positions: Sequence[int] | range) -> None:
         """Write ids and positions where enqueue_inputs will copy them from.
 
-        Blocks until the previous copy has run.
+        Blocks until the previous copy has run; if a pass was interrupted before it could be marked,
+        until everything has.
         """
-        self._inputs_read.synchronize()
+        if self._is_marked:
+            self._inputs_read.synchronize()
+        else:
+            self._stream.synchronize()
+        self._is_marked = False
         num = len(ids)
         self._ids.rows(0, num).numpy()[:] = ids
         self._positions.rows(0, num).numpy()[:] = positions
@@ -51,6 +57,7 @@ class RowPort:
     def mark_inputs(self) -> None:
         """Record that everything enqueued so far must run before staging is rewritten."""
         self._stream.record(self._inputs_read)
+        self._is_marked = True
 
     def enqueue_logits(self, logits: Tensor) -> None:
         """Enqueue the copy of logits [rows, V] to pinned memory."""
@@ -80,8 +87,6 @@ def advancing(state: SequenceState, ids: list[int]) -> Iterator[None]:
     Raises:
         StateError: an earlier pass of this sequence was interrupted halfway.
     """
-    state.require_consistent()
-    state.is_consistent = False
+    state.begin_pass()
     yield
-    state.append(ids)
-    state.is_consistent = True
+    state.end_pass(ids)

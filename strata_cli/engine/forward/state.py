@@ -158,14 +158,25 @@ class SequenceState:
                 hint="reset the sequence or restore a snapshot",
             )
 
-    def append(self, ids: list[int]) -> None:
-        """Count tokens as read; K/V rows past them are no longer valid."""
+    def begin_pass(self) -> None:
+        """Before the enqueueing of a pass: K/V rows from the position on no longer count.
+
+        Raises:
+            StateError: an earlier pass was interrupted halfway.
+        """
+        self.require_consistent()
+        self.is_consistent = False
         del self.cached_ids[self.position :]
+
+    def end_pass(self, ids: list[int]) -> None:
+        """After all of a pass was enqueued: count its tokens as read."""
         self.cached_ids.extend(ids)
         self.ids.extend(ids)
+        self.is_consistent = True
 
     def reset(self) -> None:
-        """Back to position 0."""
+        """Back to position 0. Interrupted, it leaves a state to be reset again."""
+        self.is_consistent = False
         for tensor in self.running():
             self.stream.fill(tensor, 0)
         if self.ngram is not None:
@@ -185,7 +196,8 @@ class SequenceState:
         return tuple(self.cached_ids[: snapshot.position]) == snapshot.ids
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Put the running state back and rewind to the snapshot's position."""
+        """Put the running state back and rewind; like reset when interrupted."""
+        self.is_consistent = False
         for tensor, part in zip(self.running(), snapshot.running, strict=True):
             upload(self.device, self.stream, tensor, part)
         self.ids = list(snapshot.ids)

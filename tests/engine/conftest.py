@@ -1,0 +1,38 @@
+"""One tiny model for everything that is about sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from strata_cli.engine.engine import Engine
+from tests.engine.readings import CONTEXT, TEXT, Reading, Truth, open_engine, read_in_parts
+from tests.model.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers of both kinds, n-grams, blocks of four tokens, four of them attended to."""
+    path = tmp_path_factory.mktemp("models") / "m.gguf"
+    return write_tiny_model(
+        path, context=CONTEXT, recurrent=(True, False, True, False), ple_layer=2
+    )
+
+
+@pytest.fixture(scope="session")
+def engine(model: Path) -> Iterator[Engine]:
+    with open_engine(model) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def whole(engine: Engine) -> Reading:
+    """Every token of TEXT read in one chunk."""
+    return read_in_parts(engine, [TEXT])
+
+
+@pytest.fixture(scope="session")
+def truth(engine: Engine) -> Truth:
+    return Truth(engine)
