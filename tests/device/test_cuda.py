@@ -321,6 +321,15 @@ def test_arguments_arrive_as_pointers_long_longs_and_floats(
 
 
 @pytest.mark.usefixtures("built")
+def test_extents_follow_the_arguments(device: CudaDevice, driver: FakeDriver) -> None:
+    driver.parameter_bytes = [8, 4, 8, 8]
+    x = empty(device, (4,))
+    device.stream("compute").launch(KERNEL, Launch(items=1, extents=(7, 9)), x, 0.5)
+    call = driver.arguments("cuLaunchKernel")[-1]
+    assert launched_arguments(call, "Qfqq") == (x.address, 0.5, 7, 9)
+
+
+@pytest.mark.usefixtures("built")
 def test_arguments_that_do_not_fit_the_function_are_refused(
     device: CudaDevice, driver: FakeDriver
 ) -> None:
