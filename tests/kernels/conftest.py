@@ -26,3 +26,14 @@ def host_lab() -> Iterator[Lab]:
     """For what only the host has: pieces of a launch."""
     with open_device("host", threads=1) as device:
         yield Lab(device, device.stream("test"))
+
+
+@pytest.fixture(scope="module")
+def gpu_lab() -> Iterator[Lab]:
+    """For comparing a GPU with the host; tests that use it are marked gpu."""
+    try:
+        device = open_device("cuda:0")
+    except ConfigError as error:
+        pytest.skip(f"no cuda:0: {error.message}")
+    with device:
+        yield Lab(device, device.stream("test"))

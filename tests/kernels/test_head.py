@@ -69,6 +69,17 @@ def test_bits_do_not_depend_on_cuts_neighbours_or_alignment(
         np.testing.assert_array_equal(alone[0], whole[row])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 248_320), (3, 4097), (2, 31), (1, 1)])
+def test_a_gpu_gives_the_hosts_bits(
+    host_lab: Lab, gpu_lab: Lab, num_rows: int, vocab_size: int
+) -> None:
+    logits = normal(7, num_rows, vocab_size, scale=5.0)
+    np.testing.assert_array_equal(
+        run_log_softmax(gpu_lab, logits), run_log_softmax(host_lab, logits)
+    )
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_broken_logit_breaks_its_whole_row_and_no_other(lab: Lab, bad: float) -> None:
     logits = normal(2, 3, 33)

@@ -102,6 +102,30 @@ def test_bits_do_not_depend_on_cuts_neighbours_or_alignment(
         np.testing.assert_array_equal(alone, expected[last])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_tokens", "num_streams", "size"), [(1, 4, 2560), (37, 4, 2560), (5, 3, 17), (2, 2, 1)]
+)
+def test_a_gpu_gives_the_hosts_bits(
+    host_lab: Lab, gpu_lab: Lab, num_tokens: int, num_streams: int, size: int
+) -> None:
+    x = normal(1, num_tokens, num_streams, size, scale=3.0)
+    weight = normal(2, num_streams * size)
+    gate, normed = (normal(i, num_tokens, num_streams * size, scale=9.0) for i in (3, 4))
+    out, inject = normal(5, num_tokens, size), normal(6, num_tokens, num_streams, scale=9.0)
+    host, gpu = (
+        [
+            run_norm(lab, x, weight),
+            run_silu(lab, gate, num_streams),
+            run_mix(lab, gate, normed, num_streams),
+            run_write(lab, x, out, inject),
+        ]
+        for lab in (host_lab, gpu_lab)
+    )
+    for actual, expected in zip(gpu, host, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 def test_a_stream_of_zeros_stays_zero(lab: Lab) -> None:
     x = np.zeros((2, 3, 17), np.float32)
     x[1, 2] = 1.0

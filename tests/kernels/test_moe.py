@@ -216,6 +216,27 @@ def test_bits_do_not_depend_on_cuts_neighbours_or_alignment(
             np.testing.assert_array_equal(alone, expected[one])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "size"),
+    [(1, 512, 10, 640), (203, 512, 10, 640), (3, 70, 11, 33), (2, 1030, 5, 5)],
+)
+def test_a_gpu_gives_the_hosts_bits(
+    host_lab: Lab, gpu_lab: Lab, num_tokens: int, num_experts: int, top_k: int, size: int
+) -> None:
+    logits = normal(0, num_tokens, num_experts, scale=2.0)
+    arguments = combination(1, num_tokens, top_k, size)
+
+    def everything(lab: Lab) -> list[NDArray[np.generic]]:
+        routing = run_route(lab, logits, top_k)
+        order = run_order(lab, routing.ids, num_experts)
+        active = run_swiglu(lab, arguments[0], 3 * arguments[0])
+        return [*routing, *order, active, run_combine(lab, *arguments)]
+
+    for actual, expected in zip(everything(gpu_lab), everything(host_lab), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 def test_wrong_shapes_are_refused_by_name(lab: Lab) -> None:
     logits, ids, weights = lab.empty((2, 4)), lab.empty((2, 5), I32), lab.empty((2, 5))
     with pytest.raises(ShapeError, match="cannot choose 5 of 4 experts"):

@@ -175,7 +175,7 @@ class Launch:
     """How one call of a kernel is cut into pieces.
 
     Attributes:
-        items: independent items on the host device.
+        items: independent items on the host device; 0 on any device: nothing is done.
         grain: smallest number of items worth a thread of its own on the host device: about 50 us
             of work, since waking a thread costs 30 us.
         grid: thread blocks on a GPU.

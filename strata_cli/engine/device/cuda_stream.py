@@ -55,6 +55,8 @@ class CudaStream:
 
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         stream = self._enter("launch")
+        if not launch.items:
+            return
         args += launch.extents
         arguments = self._arguments.get(kernel)
         if arguments is None:

@@ -13,12 +13,13 @@ from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.math32 import exp32, log32
 from strata_cli.engine.kernels.reduce import max16, sum16
-from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.errors import ShapeError, StrataError
 
 Floats = NDArray[np.float32]
 F32 = np.float32
 
+THREADS = 1024  # per block on a GPU: a row's 61 parts of the full vocabulary at once
 PART_TOKENS = 4096  # the vocabulary is summed in parts of this many tokens, then part by part
 
 
@@ -38,7 +39,14 @@ def log_softmax(stream: Stream, logits: Tensor, out: Tensor) -> None:
     expect_rank("log_softmax logits", logits, 2)
     expect("log_softmax logits", logits, logits.shape)
     expect("log_softmax out", out, logits.shape)
-    launch = Launch(items=logits.shape[0], grain=grain(2 * logits.shape[1]))
+    launch = Launch(
+        items=logits.shape[0],
+        grain=grain(2 * logits.shape[1]),
+        grid=(logits.shape[0], 1, 1),
+        block=(THREADS, 1, 1),
+        shared_bytes=4 * blocks(logits.shape[1], PART_TOKENS),
+        extents=(logits.shape[1],),
+    )
     stream.launch(LOG_SOFTMAX, launch, logits, out)
 
 
@@ -126,4 +134,4 @@ def log_softmax_reference(logits: Floats) -> Floats:
     return out
 
 
-LOG_SOFTMAX = Kernel("log_softmax", _log_softmax, log_softmax_reference)
+LOG_SOFTMAX = Kernel("log_softmax", _log_softmax, log_softmax_reference, "head.cu")

@@ -14,11 +14,13 @@ from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.math32 import fma, sigmoid32, silu32
 from strata_cli.engine.kernels.reduce import rms_scale
-from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.errors import ShapeError
 
 Floats = NDArray[np.float32]
 F32 = np.float32
+THREADS = 128  # per block on a GPU
+COLUMNS = 4 * THREADS  # of a row, that such a block treats
 
 
 def stream_norm(stream: Stream, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -40,14 +42,16 @@ def stream_norm(stream: Stream, x: Tensor, weight: Tensor, eps: float, out: Tens
     expect("stream_norm weight", weight, (num_streams * size,))
     expect("stream_norm out", out, (num_tokens, num_streams * size))
     rows = num_tokens * num_streams
-    stream.launch(
-        STREAM_NORM,
-        Launch(items=rows, grain=grain(size)),
-        x.reshape(rows, size),
-        weight.reshape(num_streams, size),
-        eps,
-        out.reshape(rows, size),
+    launch = Launch(
+        items=rows,
+        grain=grain(size),
+        grid=(rows, 1, 1),
+        block=(2 * THREADS, 1, 1),
+        shared_bytes=4 * size,
+        extents=(num_streams, size),
     )
+    weight, out = weight.reshape(num_streams, size), out.reshape(rows, size)
+    stream.launch(STREAM_NORM, launch, x.reshape(rows, size), weight, eps, out)
 
 
 def lowrank_silu(stream: Stream, low: Tensor, num_streams: int) -> None:
@@ -63,7 +67,13 @@ def lowrank_silu(stream: Stream, low: Tensor, num_streams: int) -> None:
     """
     expect_rank("lowrank_silu low", low, 2)
     expect("lowrank_silu low", low, low.shape)
-    launch = Launch(items=low.shape[0], grain=grain(low.shape[1]))
+    launch = Launch(
+        items=low.shape[0],
+        grain=grain(low.shape[1]),
+        grid=(blocks(low.size, THREADS), 1, 1),
+        block=(THREADS, 1, 1),
+        extents=(low.size,),
+    )
     stream.launch(LOWRANK_SILU, launch, low, num_streams)
 
 
@@ -89,7 +99,7 @@ def stream_mix(stream: Stream, gate: Tensor, normed: Tensor, out: Tensor) -> Non
     if width % size:
         raise ShapeError(f"stream_mix: {width} columns are not whole streams of {size}")
     shape = (num_tokens, width // size, size)
-    launch = Launch(items=num_tokens, grain=grain(width))
+    launch = _by_columns(shape)
     stream.launch(STREAM_MIX, launch, gate.reshape(*shape), normed.reshape(*shape), out)
 
 
@@ -110,8 +120,20 @@ def stream_write(stream: Stream, x: Tensor, out: Tensor, inject: Tensor) -> None
     expect("stream_write x", x, x.shape)
     expect("stream_write out", out, (num_tokens, size))
     expect("stream_write inject", inject, (num_tokens, num_streams))
-    launch = Launch(items=num_tokens, grain=grain(num_streams * size))
+    launch = _by_columns(x.shape)
     stream.launch(STREAM_WRITE, launch, x, out, inject)
+
+
+def _by_columns(shape: tuple[int, ...]) -> Launch:
+    """A launch over tokens, on a GPU also over columns, of [T, S, D]."""
+    num_tokens, num_streams, size = shape
+    return Launch(
+        items=num_tokens,
+        grain=grain(num_streams * size),
+        grid=(num_tokens, blocks(size, COLUMNS), 1),
+        block=(THREADS, 1, 1),
+        extents=(num_streams, size),
+    )
 
 
 @nogil_jit
@@ -188,7 +210,8 @@ def stream_write_reference(x: Floats, out: Floats, inject: Floats) -> Floats:
     return result
 
 
-STREAM_NORM = Kernel("stream_norm", _stream_norm, stream_norm_reference)
-LOWRANK_SILU = Kernel("lowrank_silu", _lowrank_silu, lowrank_silu_reference)
-STREAM_MIX = Kernel("stream_mix", _stream_mix, stream_mix_reference)
-STREAM_WRITE = Kernel("stream_write", _stream_write, stream_write_reference)
+SOURCE = "hyper.cu"
+STREAM_NORM = Kernel("stream_norm", _stream_norm, stream_norm_reference, SOURCE)
+LOWRANK_SILU = Kernel("lowrank_silu", _lowrank_silu, lowrank_silu_reference, SOURCE)
+STREAM_MIX = Kernel("stream_mix", _stream_mix, stream_mix_reference, SOURCE)
+STREAM_WRITE = Kernel("stream_write", _stream_write, stream_write_reference, SOURCE)

@@ -15,7 +15,7 @@ from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
 from strata_cli.engine.kernels.math32 import exp32, fma, sigmoid32, silu32
 from strata_cli.engine.kernels.reduce import max16, sum16
-from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.errors import ShapeError
 
 Floats = NDArray[np.float32]
@@ -23,6 +23,9 @@ Ints = NDArray[np.int32]
 F32 = np.float32
 I32 = np.int32
 
+THREADS = 128  # per block on a GPU
+WARPS = THREADS // 32
+ROUTE_IN_REGISTERS = 512  # experts whose logits a GPU's warp keeps in registers
 MIN_WEIGHT_SUM = F32(2.0**-14)  # the router weights' sum is clamped from below by this
 LOWEST = F32(-np.inf)
 
@@ -66,9 +69,16 @@ def route(stream: Stream, logits: Tensor, ids: Tensor, weights: Tensor) -> None:
     expect("route logits", logits, logits.shape)
     expect("route ids", ids, (num_tokens, top_k), I32)
     expect("route weights", weights, (num_tokens, top_k))
-    stream.launch(
-        ROUTE, Launch(items=num_tokens, grain=grain(4 * num_experts)), logits, ids, weights
+    launch = Launch(
+        items=num_tokens,
+        grain=grain(4 * num_experts),
+        grid=(blocks(num_tokens, WARPS), 1, 1),
+        block=(THREADS, 1, 1),
+        shared_bytes=8 * top_k * WARPS,
+        extents=(num_tokens, num_experts, top_k),
     )
+    kernel = ROUTE if num_experts <= ROUTE_IN_REGISTERS else ROUTE_MANY
+    stream.launch(kernel, launch, logits, ids, weights)
 
 
 def order_by_expert(
@@ -92,7 +102,14 @@ def order_by_expert(
     expect("order_by_expert expert_start", expert_start, expert_start.shape, I32)
     expect("order_by_expert row_of", row_of, (ids.size,), I32)
     expect("order_by_expert pair_of", pair_of, ids.shape, I32)
-    stream.launch(ORDER_BY_EXPERT, Launch(items=1), ids, expert_start, row_of, pair_of)
+    num_experts = expert_start.size - 1
+    launch = Launch(
+        items=1,
+        grid=(blocks(num_experts, WARPS), 1, 1),
+        block=(THREADS, 1, 1),
+        extents=(num_experts, ids.size, ids.shape[1]),
+    )
+    stream.launch(ORDER_BY_EXPERT, launch, ids, expert_start, row_of, pair_of)
 
 
 def swiglu(stream: Stream, gate: Tensor, up: Tensor, out: Tensor) -> None:
@@ -110,7 +127,13 @@ def swiglu(stream: Stream, gate: Tensor, up: Tensor, out: Tensor) -> None:
     expect_rank("swiglu gate", gate, 2)
     for name, tensor in (("gate", gate), ("up", up), ("out", out)):
         expect(f"swiglu {name}", tensor, gate.shape)
-    launch = Launch(items=gate.shape[0], grain=grain(gate.shape[1]))
+    launch = Launch(
+        items=gate.shape[0],
+        grain=grain(gate.shape[1]),
+        grid=(blocks(gate.size, 4 * THREADS), 1, 1),
+        block=(THREADS, 1, 1),
+        extents=(gate.size,),
+    )
     stream.launch(SWIGLU, launch, gate, up, out)
 
 
@@ -146,7 +169,13 @@ def combine(
     expect("combine shared_out", shared_out, (num_tokens, size))
     expect("combine shared_logit", shared_logit, (num_tokens, 1))
     expect("combine out", out, (num_tokens, size))
-    launch = Launch(items=num_tokens, grain=grain((top_k + 1) * size))
+    launch = Launch(
+        items=num_tokens,
+        grain=grain((top_k + 1) * size),
+        grid=(num_tokens, blocks(size, 4 * THREADS), 1),
+        block=(THREADS, 1, 1),
+        extents=(top_k, size),
+    )
     stream.launch(COMBINE, launch, expert_out, pair_of, weights, shared_out, shared_logit, out)
 
 
@@ -291,7 +320,9 @@ def combine_reference(
     return out
 
 
-ROUTE = Kernel("route", _route, route_reference)
-ORDER_BY_EXPERT = Kernel("order_by_expert", _order_by_expert, order_by_expert_reference)
-SWIGLU = Kernel("swiglu", _swiglu, swiglu_reference)
-COMBINE = Kernel("combine", _combine, combine_reference)
+SOURCE = "moe.cu"
+ROUTE = Kernel("route", _route, route_reference, SOURCE, "route<16>")
+ROUTE_MANY = Kernel("route_many", _route, route_reference, SOURCE, "route<0>")
+ORDER_BY_EXPERT = Kernel("order_by_expert", _order_by_expert, order_by_expert_reference, SOURCE)
+SWIGLU = Kernel("swiglu", _swiglu, swiglu_reference, SOURCE)
+COMBINE = Kernel("combine", _combine, combine_reference, SOURCE)

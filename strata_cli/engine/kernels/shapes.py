@@ -41,3 +41,8 @@ def expect_rank(name: str, tensor: Tensor, rank: int) -> None:
 def grain(elements_per_item: int) -> int:
     """Items worth a thread of their own on the host device."""
     return max(1, ELEMENTS_PER_THREAD // max(1, elements_per_item))
+
+
+def blocks(count: int, per_block: int) -> int:
+    """Thread blocks of a GPU that cover count pieces of work, per_block in each."""
+    return -(-count // per_block)

@@ -1,0 +1,195 @@
+// Mixture of experts around the expert products: routing, ordering, activation, combination.
+//   T tokens, E experts, k experts per token, P = T * k pairs, D hidden_size, F expert width
+#include "lanes.cuh"
+#include "math32.cuh"
+
+constexpr int LEAST = -2147483647 - 1;  // orders below every logit
+
+__device__ inline int max_of_warp(int v) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(ALL_LANES, v);
+#else
+    for (int half = 16; half; half /= 2) v = max(v, __shfl_xor_sync(ALL_LANES, v, half));
+    return v;
+#endif
+}
+
+// An integer that orders as the logit does. Not a number counts as -inf, -0 as 0.
+__device__ inline int order_of(float logit) {
+    const float lowest = __int_as_float(0xff800000);
+    const int bits = __float_as_int((logit > lowest ? logit : lowest) + 0.0f);
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+__device__ inline float logit_of(int order) {
+    return __int_as_float(order ^ ((order >> 31) & 0x7fffffff));
+}
+
+// A warp's view of one token's logits: lane l owns experts l, l + 32, ...; LOCAL of them are kept
+// in registers, or, where LOCAL is 0, any number is read again each time.
+template <int LOCAL>
+struct Logits {
+    const float *row;
+    long long count;
+    int orders[LOCAL > 0 ? LOCAL : 1];
+
+    __device__ void load() {
+#pragma unroll
+        for (int i = 0; i < LOCAL; i++) {
+            const long long e = (threadIdx.x & 31) + 32 * i;
+            orders[i] = e < count ? order_of(row[e]) : LEAST;
+        }
+    }
+
+    __device__ static void choose(int order, int e, int before, int before_id, int &best, int &id) {
+        const bool comes_later = order < before || (order == before && e > before_id);
+        if (comes_later && order > best) {
+            best = order;
+            id = e;
+        }
+    }
+
+    // The first expert, in descending logit and ascending id, after the one given.
+    __device__ void next(int &order, int &id) const {
+        int best = LEAST, best_id = 0x7fffffff;
+        if (LOCAL > 0) {
+#pragma unroll
+            for (int i = 0; i < LOCAL; i++)
+                choose(orders[i], (threadIdx.x & 31) + 32 * i, order, id, best, best_id);
+        } else {
+            for (long long e = threadIdx.x & 31; e < count; e += 32)
+                choose(order_of(row[e]), static_cast<int>(e), order, id, best, best_id);
+        }
+        order = max_of_warp(best);
+        id = -max_of_warp(best == order ? -best_id : LEAST);
+    }
+
+    // Sum over all experts of exp(logit - largest), in the order of sum16.
+    __device__ float sum_exp(float largest) const {
+        float total = 0.0f;
+        for (long long e = lane16(); e < count; e += 16) total += exp32(row[e] - largest);
+        return fold16(total);
+    }
+};
+
+// route: softmax over all experts, the k best by logit (ties: lower id), renormalised
+//   logits [T,E] f32 -> ids [T,k] i32 best first, weights [T,k] f32
+//   grid (T / warps), one warp per token, shared 8 * k bytes per warp; reads 4 * T*E bytes, and
+//   takes k rounds over the logits, which is what bounds it
+template <int LOCAL>
+__global__ void route(const float *logits, int *ids, float *weights, long long num_tokens,
+                      long long num_experts, long long top_k) {
+    extern __shared__ int chosen[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const long long token = blockIdx.x * (blockDim.x / 32) + warp;
+    if (token >= num_tokens) return;
+    int *own_ids = chosen + 2 * top_k * warp;
+    float *own = reinterpret_cast<float *>(own_ids + top_k);
+    Logits<LOCAL> all = {logits + token * num_experts, num_experts};
+    all.load();
+    int order = 0x7fffffff, id = -1;
+    float largest = 0.0f;
+    for (int rank = 0; rank < top_k; rank++) {
+        all.next(order, id);
+        if (rank == 0) largest = logit_of(order);
+        if (lane == 0) own_ids[rank] = id;
+    }
+    const float total = all.sum_exp(largest);
+    __syncwarp();
+    for (int rank = lane; rank < top_k; rank += 32)
+        own[rank] = exp32(all.row[own_ids[rank]] - largest) / total;
+    __syncwarp();
+    float sum = 0.0f;
+    for (int rank = 0; rank < top_k; rank++) sum += own[rank];
+    sum = sum < 0x1p-14f ? 0x1p-14f : sum;
+    for (int rank = lane; rank < top_k; rank += 32) {
+        ids[token * top_k + rank] = own_ids[rank];
+        weights[token * top_k + rank] = own[rank] / sum;
+    }
+}
+
+// order_by_expert: stable counting sort of the pairs by expert, without atomics
+//   ids [P] i32 -> expert_start [E+1] i32, row_of [P] i32, pair_of [P] i32
+//   grid (E / warps), one warp per expert; every warp reads all ids twice, from the L2 cache:
+//   8 * E*P bytes
+extern "C" __global__ void order_by_expert(const int *ids, int *expert_start, int *row_of,
+                                           int *pair_of, long long num_experts, long long num_pairs,
+                                           long long top_k) {
+    const int lane = threadIdx.x & 31;
+    const long long expert = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (expert >= num_experts) return;
+    int below = 0;
+#pragma unroll 4
+    for (long long pair = lane; pair < num_pairs; pair += 32) below += ids[pair] < expert;
+    for (int half = 16; half; half /= 2) below += __shfl_xor_sync(ALL_LANES, below, half);
+    if (lane == 0) {
+        expert_start[expert] = below;
+        if (expert == 0) expert_start[num_experts] = static_cast<int>(num_pairs);
+    }
+    const unsigned earlier_lanes = (1u << lane) - 1;
+    int place = below;
+#pragma unroll 4
+    for (long long first = 0; first < num_pairs; first += 32) {
+        const long long pair = first + lane;
+        const bool is_own = pair < num_pairs && ids[pair] == expert;
+        const unsigned own = __ballot_sync(ALL_LANES, is_own);
+        if (is_own) {
+            const int at = place + __popc(own & earlier_lanes);
+            row_of[at] = static_cast<int>(pair / top_k);
+            pair_of[pair] = at;
+        }
+        place += __popc(own);
+    }
+}
+
+// swiglu: out = silu(gate) * up; out may be gate or up
+//   gate, up, out [n] f32; grid (n / (4 * block)), each thread 4 elements; moves 12 * n bytes
+extern "C" __global__ void swiglu(const float *gate, const float *up, float *out, long long n) {
+    const long long first = 4 * (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x);
+    if (first + 4 <= n && is_wide(4, gate, up, out)) {
+        const float4 g = load4(gate + first), u = load4(up + first);
+        store4(out + first, make_float4(silu32(g.x) * u.x, silu32(g.y) * u.y, silu32(g.z) * u.z,
+                                        silu32(g.w) * u.w));
+    } else {
+        for (long long i = first; i < min(first + 4, n); i++) out[i] = silu32(gate[i]) * up[i];
+    }
+}
+
+__device__ inline float4 add_scaled(float weight, float4 v, float4 total) {
+    return make_float4(fmaf(weight, v.x, total.x), fmaf(weight, v.y, total.y),
+                       fmaf(weight, v.z, total.z), fmaf(weight, v.w, total.w));
+}
+
+// combine: out = sum over ranks, in order, of weight * its expert's row, then + the gated shared
+// one
+//   expert_out [P,D] f32, pair_of [T,k] i32, weights [T,k] f32, shared_out [T,D] f32,
+//   shared_logit [T] f32 -> out [T,D] f32
+//   grid (T, D / (4 * block)), each thread 4 columns; moves (k + 2) * 4 * T*D bytes
+extern "C" __global__ void combine(const float *expert_out, const int *pair_of,
+                                   const float *weights, const float *shared_out,
+                                   const float *shared_logit, float *out, long long top_k,
+                                   long long size) {
+    const long long token = blockIdx.x;
+    const long long first = 4 * (blockIdx.y * static_cast<long long>(blockDim.x) + threadIdx.x);
+    if (first >= size) return;
+    pair_of += token * top_k;
+    weights += token * top_k;
+    shared_out += token * size;
+    out += token * size;
+    const float gate = sigmoid32(shared_logit[token]);
+    if (is_wide(size, expert_out, shared_out, out)) {
+        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 5
+        for (long long rank = 0; rank < top_k; rank++)
+            total =
+                add_scaled(weights[rank], load4(expert_out + pair_of[rank] * size + first), total);
+        store4(out + first, add_scaled(gate, load4(shared_out + first), total));
+    } else {
+        for (long long d = first; d < min(first + 4, size); d++) {
+            float total = 0.0f;
+            for (long long rank = 0; rank < top_k; rank++)
+                total = fmaf(weights[rank], expert_out[pair_of[rank] * size + d], total);
+            out[d] = fmaf(gate, shared_out[d], total);
+        }
+    }
+}
