@@ -97,7 +97,7 @@ def make(
 SHAPES = {
     "num_tokens": st.integers(1, 7),
     "num_kv": st.integers(1, 3),
-    "group": st.integers(1, 4),
+    "group": st.integers(1, 9),
     "dim": st.sampled_from([1, 7, 16, 24, 32, 64, 81]),
     "past": st.integers(0, 90),
     "ratio": st.integers(0, 6),

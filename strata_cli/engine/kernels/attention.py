@@ -14,13 +14,26 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.math32 import exp32, sigmoid32
-from strata_cli.engine.kernels.reduce import dot16, max16, sum16
-from strata_cli.engine.kernels.rows import add_weighted_rows, clear_row, copy_rows
+from strata_cli.engine.kernels.pointers import address_of
+from strata_cli.engine.kernels.reduce import max16, sum16
+from strata_cli.engine.kernels.rows import (
+    add_weighted_rows,
+    clear_row,
+    compile_small,
+    copy_rows,
+    multiply_row,
+    scale_row,
+)
 from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.engine.kernels.simd import multiply_rows
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 F32 = np.float32
+U64 = np.uint64  # an unsigned index lets LLVM turn a loop into vectors
+HEADS_AT_ONCE = 4  # share the reading of a key row; changes no bit
+POSITIONS_AT_ONCE = 64  # whose value rows stay in the first cache for all heads; changes no bit
+_ROWS_OF_HEADS = np.arange(HEADS_AT_ONCE, dtype=np.int32)
 
 
 def store_rows(stream: Stream, src: Tensor, positions: Tensor, cache: Tensor) -> None:
@@ -90,19 +103,20 @@ def attend(
     expect("attend selected", selected, (num_tokens, selected.shape[1]), np.int32)
     expect("attend num_selected", num_selected, (num_tokens,), np.int32)
     expect("attend out", out, (num_tokens, num_heads * dim))
-    launch = Launch(items=num_tokens * num_heads, grain=grain(64 * dim))
+    parts = num_kv_heads * -(-group // HEADS_AT_ONCE)
+    launch = Launch(items=num_tokens * parts, grain=grain(keys.shape[0] * dim // 8))
     stream.launch(
         ATTEND,
         launch,
         q,
-        gate_src.reshape(num_tokens, num_heads, 2, dim),
+        gate_src,
         keys,
         values,
         positions,
         selected,
         num_selected,
         ratio,
-        out.reshape(num_tokens, num_heads, dim),
+        out,
     )
 
 
@@ -115,7 +129,7 @@ def _store_rows(begin: int, end: int, src: Floats, positions: Ints, cache: Float
 
 
 @nogil_jit
-def _attend(
+def _attend(  # noqa: C901  one straight recipe; each part of its own would cost compile time
     begin: int,
     end: int,
     q: Floats,
@@ -128,49 +142,67 @@ def _attend(
     ratio: int,
     out: Floats,
 ) -> None:
-    """Items: (head, token), heads outermost: late tokens cost more, so every thread gets some.
+    """Items: (part of a kv head's heads, token).
 
-    gate_src [T, H, 2, dim] and out [T, H, dim]. The allowed positions are runs of consecutive ones:
-    the selected blocks, then the tail; or the tail alone, from position 0 on.
+    Parts are outermost: late tokens cost more, so every thread gets some. The allowed positions are
+    runs of consecutive ones: the selected blocks, then the tail; or the tail alone, from 0 on.
     """
-    num_tokens, num_heads, dim = q.shape
-    width = keys.shape[1]
+    (num_tokens, num_heads, dim), (context, width) = q.shape, keys.shape
     group = num_heads * dim // width
+    parts = (group + HEADS_AT_ONCE - 1) // HEADS_AT_ONCE
     scale = F32(1.0) / np.sqrt(F32(dim))
-    weights = np.empty(keys.shape[0], F32)
-    firsts, lasts = (
-        np.empty(selected.shape[1] + 1, np.intp),
-        np.empty(selected.shape[1] + 1, np.intp),
-    )
+    weights, gate = np.empty(HEADS_AT_ONCE * context, F32), np.empty(dim, F32)
+    compile_small()
     for item in range(begin, end):
-        head, token = item // num_tokens, item % num_tokens
-        at, column = (token * num_heads + head) * dim, head // group * dim
+        part, token = item // num_tokens, item % num_tokens
+        kv_head, skipped = part // parts, part % parts * HEADS_AT_ONCE
+        heads = group - skipped if group - skipped < HEADS_AT_ONCE else HEADS_AT_ONCE
+        at = (token * num_heads + kv_head * group + skipped) * dim
         stop = positions[token] + 1
         blocks, complete = num_selected[token], stop // ratio if ratio > 0 else 0
         if blocks >= complete:
             blocks, complete = 0, 0
-        for block in range(blocks):
-            firsts[block] = selected[token, block] * ratio
-            lasts[block] = firsts[block] + ratio
-        firsts[blocks], lasts[blocks] = complete * ratio, stop
         count = 0
         for run in range(blocks + 1):
-            for position in range(firsts[run], lasts[run]):
-                weights[count] = scale * dot16(q, at, keys, position * width + column, dim)
-                count += 1
-        largest = max16(weights, 0, count)
-        for index in range(count):
-            weights[index] = exp32(weights[index] - largest)
-        total = sum16(weights, 0, count)
-        clear_row(out, at, dim)
-        count = 0
-        for run in range(blocks + 1):
-            first, length = firsts[run] * width + column, lasts[run] - firsts[run]
-            add_weighted_rows(out, at, weights, count, values, first, width, length, dim)
+            first = (selected[token, run] if run < blocks else complete) * ratio
+            length = ratio if run < blocks else stop - first
+            multiply_rows(
+                address_of(keys) + (first * width + kv_head * dim) * 4,
+                width * 4,
+                length,
+                address_of(q) + at * 4,
+                dim,
+                address_of(_ROWS_OF_HEADS),
+                heads,
+                address_of(weights) + count * 4,
+                context * 4,
+            )
             count += length
-        for i in range(dim):
-            gate = sigmoid32(gate_src[token, head, 1, i])
-            out[token, head, i] = out[token, head, i] / total * gate
+        for head in range(heads):
+            largest = scale * max16(weights, head * context, count)
+            for index in range(U64(head * context), U64(head * context + count)):
+                weights[index] = exp32(scale * weights[index] - largest)
+        clear_row(out, at, heads * dim)
+        count = 0
+        for run in range(blocks + 1):
+            first = (selected[token, run] if run < blocks else complete) * ratio
+            last = first + ratio if run < blocks else stop
+            for position in range(first, last, POSITIONS_AT_ONCE):
+                rest = last - position
+                length = rest if rest < POSITIONS_AT_ONCE else POSITIONS_AT_ONCE
+                row = position * width + kv_head * dim
+                for head in range(heads):
+                    row_out, w = at + head * dim, head * context + count
+                    add_weighted_rows(out, row_out, weights, w, values, row, width, length, dim)
+                count += length
+        for head in range(heads):
+            row_out = at + head * dim
+            copy_rows(gate, 0, dim, gate_src, 2 * row_out + dim, dim, 1, dim)
+            for i in range(dim):
+                gate[i] = sigmoid32(gate[i])
+            total = sum16(weights, head * context, count)
+            scale_row(out, row_out, out, row_out, F32(1.0) / total, dim)
+            multiply_row(out, row_out, gate, 0, dim)
 
 
 def store_rows_reference(src: Floats, positions: Ints, cache: Floats) -> Floats:

@@ -18,8 +18,11 @@ from strata_cli.engine.kernels.reduce import rms_scale, sum_squares16
 from strata_cli.engine.kernels.rows import (
     add_weighted_rows,
     clear_row,
+    compile_small,
     copy_rows,
     decay_and_add,
+    multiply_row,
+    scale_row,
 )
 from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
 
@@ -100,8 +103,7 @@ def delta_rule(
     expect("delta_rule dt", dt, (num_values,))
     expect("delta_rule out", out, (num_tokens, num_values * dim))
     launch = Launch(items=num_values, grain=grain(num_tokens * dim * dim))
-    heads = c.reshape(num_tokens, 2 * num_key_heads + num_values, dim)
-    stream.launch(DELTA_RULE, launch, heads, alpha, beta, a, dt, state, out, eps)
+    stream.launch(DELTA_RULE, launch, c, alpha, beta, a, dt, state, out, eps)
 
 
 def gated_norm(
@@ -129,7 +131,6 @@ def gated_norm(
     expect("gated_norm z", z, o.shape)
     expect("gated_norm out", out, o.shape)
     launch = Launch(items=num_tokens * num_heads, grain=grain(4 * dim))
-    o, z, out = (tensor.reshape(num_tokens * num_heads, dim) for tensor in (o, z, out))
     stream.launch(GATED_NORM, launch, o, z, weight, eps, out)
 
 
@@ -141,14 +142,14 @@ def _causal_conv_silu(
     num_tokens, channels = u.shape
     n, past = end - begin, history.shape[0]
     most = num_tokens if num_tokens < ROWS_AT_ONCE else ROWS_AT_ONCE
+    compile_small()
     taps = channel_taps(weight, begin, n)
-    window = np.empty((past + most, n), F32)
-    result = np.empty((most, n), F32)
+    window, result = np.empty((past + most) * n, F32), np.empty(most * n, F32)
     copy_rows(window, 0, n, history, begin, channels, past, n)
     for first in range(0, num_tokens, ROWS_AT_ONCE):
         rows = most if first + most <= num_tokens else num_tokens - first
         copy_rows(window, past * n, n, u, first * channels + begin, channels, rows, n)
-        convolve_silu(window, rows, taps, 1, result)
+        convolve_silu(window, rows, n, taps, 1, result)
         copy_rows(out, first * channels + begin, channels, result, 0, n, rows, n)
         copy_rows(window, 0, n, window, rows * n, n, past, n)
     copy_rows(history, begin, channels, window, 0, n, past, n)
@@ -167,46 +168,46 @@ def _delta_rule(
     out: Floats,
     eps: float,
 ) -> None:
-    """Items: value heads. c [T, 2 nk + nv, dim]. S'k is taken before the decay, then decayed."""
-    num_heads, dim = state.shape[0], state.shape[1]
-    num_keys = (c.shape[1] - num_heads) // 2
-    row = c.shape[1] * dim
-    scratch = np.empty((3, dim), F32)
-    q, k, change = scratch[0], scratch[1], scratch[2]
+    """Items: value heads. S'k is taken before the decay, then decayed."""
+    num_heads, dim, row = state.shape[0], state.shape[1], c.shape[1]
+    num_keys = (row // dim - num_heads) // 2
+    q, k, change = np.empty(dim, F32), np.empty(dim, F32), np.empty(dim, F32)
+    compile_small()
     for head in range(begin, end):
-        q_head = head % num_keys
-        k_head, v_head = num_keys + q_head, 2 * num_keys + head
+        matrix = head * dim * dim
         for token in range(c.shape[0]):
-            q_squares = sum_squares16(c, token * row + q_head * dim, dim)
-            k_squares = sum_squares16(c, token * row + k_head * dim, dim)
-            q_scale = F32(1.0) / np.sqrt((q_squares + F32(eps)) * F32(dim))
-            k_scale = F32(1.0) / np.sqrt(k_squares + F32(eps))
-            for i in range(dim):
-                q[i] = c[token, q_head, i] * q_scale
-                k[i] = c[token, k_head, i] * k_scale
+            q_at = token * row + head % num_keys * dim
+            k_at, v_at = q_at + num_keys * dim, token * row + (2 * num_keys + head) * dim
+            q_squares, k_squares = sum_squares16(c, q_at, dim), sum_squares16(c, k_at, dim)
+            scale_row(q, 0, c, q_at, F32(1.0) / np.sqrt((q_squares + F32(eps)) * F32(dim)), dim)
+            scale_row(k, 0, c, k_at, F32(1.0) / np.sqrt(k_squares + F32(eps)), dim)
             decay = exp32(a[head] * softplus32(alpha[token, head] + dt[head]))
-            rate = sigmoid32(beta[token, head])
             clear_row(change, 0, dim)
-            add_weighted_rows(change, 0, k, 0, state, head * dim * dim, dim, dim, dim)
-            for i in range(dim):
-                change[i] = rate * (c[token, v_head, i] - decay * change[i])
+            add_weighted_rows(change, 0, k, 0, state, matrix, dim, dim, dim)
+            decay_and_add(change, 0, -decay, F32(1.0), c, v_at, dim)
+            scale_row(change, 0, change, 0, sigmoid32(beta[token, head]), dim)
             for key in range(dim):
-                decay_and_add(state, (head * dim + key) * dim, decay, k[key], change, 0, dim)
-            at = (token * num_heads + head) * dim
-            clear_row(out, at, dim)
-            add_weighted_rows(out, at, q, 0, state, head * dim * dim, dim, dim, dim)
+                decay_and_add(state, matrix + key * dim, decay, k[key], change, 0, dim)
+            out_at = (token * num_heads + head) * dim
+            clear_row(out, out_at, dim)
+            add_weighted_rows(out, out_at, q, 0, state, matrix, dim, dim, dim)
 
 
 @nogil_jit
 def _gated_norm(
     begin: int, end: int, o: Floats, z: Floats, weight: Floats, eps: float, out: Floats
 ) -> None:
-    """Items: (token, value head), the rows of o, z and out [T * nv, dim]."""
+    """Items: (token, value head), one row of dim in o, z and out each."""
     dim = weight.size
-    for item in range(begin, end):
-        scale = rms_scale(o, item * dim, dim, eps)
+    gate = np.empty(dim, F32)
+    compile_small()
+    for at in range(begin * dim, end * dim, dim):
+        copy_rows(gate, 0, dim, z, at, dim, 1, dim)
         for i in range(dim):
-            out[item, i] = o[item, i] * scale * weight[i] * sigmoid32(z[item, i])
+            gate[i] = sigmoid32(gate[i])
+        scale_row(out, at, o, at, rms_scale(o, at, dim, eps), dim)
+        multiply_row(out, at, weight, 0, dim)
+        multiply_row(out, at, gate, 0, dim)
 
 
 def causal_conv_silu_reference(u: Floats, history: Floats, weight: Floats) -> tuple[Floats, Floats]:

@@ -11,10 +11,16 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
-from strata_cli.engine.kernels.math32 import bits_from_float
+from strata_cli.engine.kernels.math32 import float_from_bits
 from strata_cli.engine.kernels.reduce import dot16, rms_scale
 from strata_cli.engine.kernels.rope import turn_reference, turn_row
-from strata_cli.engine.kernels.rows import add_weighted_rows, clear_row, scale_row
+from strata_cli.engine.kernels.rows import (
+    add_row,
+    clear_row,
+    compile_small,
+    multiply_row,
+    scale_row,
+)
 from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
 from strata_cli.errors import ShapeError
 
@@ -122,32 +128,38 @@ def _pool_index_blocks(
 ) -> None:
     """Items: tokens. A block is completed by one token, so no two items write the same row."""
     dim = raw_keys.shape[1]
-    mean, ones = np.empty(dim, F32), np.ones(ratio, F32)
+    mean = np.empty(dim, F32)
+    compile_small()
     for token in range(begin, end):
         past_end = positions[token] + 1
         if past_end % ratio == 0:
             block = past_end // ratio - 1
             clear_row(mean, 0, dim)
-            add_weighted_rows(mean, 0, ones, 0, raw_keys, block * ratio * dim, dim, ratio, dim)
-            for i in range(dim):
-                mean[i] = mean[i] / F32(ratio)
-            scale = rms_scale(mean, 0, dim, eps)
-            scale_row(pooled, block * dim, mean, 0, scale, weight, 0, dim)
+            for position in range(block * ratio, past_end):
+                add_row(mean, 0, raw_keys, position * dim, dim)
+            scale_row(mean, 0, mean, 0, F32(1.0) / F32(ratio), dim)
+            scale_row(pooled, block * dim, mean, 0, rms_scale(mean, 0, dim, eps), dim)
+            multiply_row(pooled, block * dim, weight, 0, dim)
             turn_row(pooled, block, rope, block * ratio)
 
 
 @inline_jit
-def _kth_largest(values: Ints, count: int, k: int) -> np.int32:
-    """The k-th largest of count values, none negative: found one binary digit at a time."""
-    threshold = np.int32(0)
+def _kth_largest(scores: Floats, count: int, k: int) -> np.float32:
+    """The k-th largest of count scores, none negative: its bits found one by one, highest first.
+
+    The bits of floats that are not negative order as the floats do.
+    """
+    compile_small()
+    bits = np.int32(0)
     for digit in range(30, -1, -1):
-        candidate = np.int32(threshold | np.int32(1 << digit))
-        at_least = 0
-        for i in range(count):
-            at_least += values[i] >= candidate
+        candidate = np.int32(bits | np.int32(1 << digit))
+        threshold = float_from_bits(candidate)
+        at_least = np.int32(0)
+        for index in range(count):
+            at_least += np.int32(scores[index] >= threshold)
         if at_least >= k:
-            threshold = candidate
-    return threshold
+            bits = candidate
+    return F32(float_from_bits(bits))
 
 
 @nogil_jit
@@ -161,28 +173,27 @@ def _select_blocks(
     selected: Ints,
     num_selected: Ints,
 ) -> None:
-    """Items: tokens. Scores are not negative, so the bits of their floats order as they do."""
+    """Items: tokens. Where all blocks fit they get the same score, and are all kept as ties."""
     num_heads, dim, budget = queries.shape[1], queries.shape[2], selected.shape[1]
-    bits = np.zeros(pooled.shape[0], np.int32)
+    scores = np.empty(pooled.shape[0], F32)
+    compile_small()
     for token in range(begin, end):
         complete = (positions[token] + 1) // ratio
-        threshold, ties = np.int32(-1), 0
+        clear_row(scores, 0, complete)
+        threshold, ties = F32(0.0), budget
         if complete > budget:
             for block in range(complete):
-                score = F32(0.0)
                 for head in range(token * num_heads, (token + 1) * num_heads):
                     product = dot16(queries, head * dim, pooled, block * dim, dim)
                     if product > F32(0.0):
-                        score += product
-                bits[block] = bits_from_float(score)
-            threshold = _kth_largest(bits, complete, budget)
-            ties = budget
+                        scores[block] += product
+            threshold = _kth_largest(scores, complete, budget)
             for block in range(complete):
-                ties -= bits[block] > threshold
+                ties -= scores[block] > threshold
         kept = 0
         for block in range(complete):
-            is_tie = bits[block] == threshold
-            if bits[block] > threshold or (is_tie and ties > 0):
+            is_tie = scores[block] == threshold
+            if scores[block] > threshold or (is_tie and ties > 0):
                 ties -= is_tie
                 selected[token, kept] = block
                 kept += 1

@@ -15,7 +15,13 @@ from strata_cli.engine.kernels.dequant import Dequantizer, copy_decoded, dequant
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.math32 import sigmoid32
 from strata_cli.engine.kernels.reduce import dot16, rms_scale
-from strata_cli.engine.kernels.rows import copy_rows, scale_row
+from strata_cli.engine.kernels.rows import (
+    add_row,
+    compile_small,
+    copy_rows,
+    multiply_row,
+    scale_row,
+)
 from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType, dequantize, row_bytes
@@ -182,7 +188,6 @@ def ngram_conv(
     expect("ngram_conv weight", weight, (channels, num_taps))
     expect("ngram_conv history", history, ((num_taps - 1) * dilation, channels))
     launch = Launch(items=num_streams, grain=grain(8 * num_tokens * size))
-    gated = gated.reshape(*x.shape)
     stream.launch(NGRAM_CONV, launch, gated, w_conv, history, weight, dilation, eps, x)
 
 
@@ -201,20 +206,20 @@ def _ngram_rows(
     """One item: the whole segment, because the history moves with it."""
     num_tokens, look_back = ids.size, history.size
     per_n = offsets.size // look_back
-    known = np.empty(look_back + num_tokens, np.int32)
-    for i in range(known.size):
-        known[i] = history[i] if i < look_back else ids[i - look_back]
+    compile_small()
     for token in range(num_tokens if begin < end else 0):
-        mixed = U64(known[look_back + token]) * U64(multipliers[0])
+        mixed = U64(ids[token]) * U64(multipliers[0])
         is_cut = False
         for distance in range(1, look_back + 1):
-            predecessor = known[look_back + token - distance]
+            at = token - distance
+            predecessor = ids[at] if at >= 0 else history[look_back + at]
             is_cut = is_cut or predecessor == eos
             mixed ^= U64(eos if is_cut else predecessor) * U64(multipliers[distance])
             for head in range((distance - 1) * per_n, distance * per_n):
                 rows_out[token, head] = np.int64(mixed % U64(sizes[head])) + offsets[head]
     for i in range(look_back if begin < end else 0):
-        history[i] = known[num_tokens + i]
+        at = num_tokens - look_back + i
+        history[i] = ids[at] if at >= 0 else history[num_tokens + i]
 
 
 @nogil_jit
@@ -254,21 +259,21 @@ def _ngram_gate(
     eps: float,
     gated: Floats,
 ) -> None:
-    """Items: (token, stream). x [T, S, D], gated [T, S, D]; key's rows are [T * S, D]."""
+    """Items: (token, stream)."""
     num_streams, size = x.shape[1], x.shape[2]
-    normed = np.empty((2, size), F32)
+    keys, queries = np.empty(size, F32), np.empty(size, F32)
+    compile_small()
     for item in range(begin, end):
-        token, s = item // num_streams, item % num_streams
-        first = item * size
-        scale_row(normed, 0, key, first, rms_scale(key, first, size, eps), w_key, s * size, size)
-        scale = rms_scale(x, first, size, eps)
-        scale_row(normed, size, x, first, scale, w_query, s * size, size)
-        product = dot16(normed, 0, normed, size, size) / np.sqrt(F32(size))
+        at, column = item * size, item % num_streams * size
+        scale_row(keys, 0, key, at, rms_scale(key, at, size, eps), size)
+        multiply_row(keys, 0, w_key, column, size)
+        scale_row(queries, 0, x, at, rms_scale(x, at, size, eps), size)
+        multiply_row(queries, 0, w_query, column, size)
+        product = dot16(keys, 0, queries, 0, size) / np.sqrt(F32(size))
         magnitude = abs(product)
         root = np.sqrt(magnitude if magnitude > _ROOT_OF_AT_LEAST else _ROOT_OF_AT_LEAST)
         weight = sigmoid32(np.sign(product) * root)
-        for i in range(size):
-            gated[token, s, i] = weight * value[token, i]
+        scale_row(gated, at, value, item // num_streams * size, weight, size)
 
 
 @nogil_jit
@@ -287,22 +292,23 @@ def _ngram_conv(
     num_tokens, num_streams, size = x.shape
     past, channels = history.shape[0], num_streams * size
     most = num_tokens if num_tokens < ROWS_AT_ONCE else ROWS_AT_ONCE
-    window = np.empty((past + most, size), F32)
-    result = np.empty((most, size), F32)
-    for s in range(begin, end):
-        column = s * size
+    window, result = np.empty((past + most) * size, F32), np.empty(most * size, F32)
+    compile_small()
+    for column in range(begin * size, end * size, size):
         taps = channel_taps(weight, column, size)
         copy_rows(window, 0, size, history, column, channels, past, size)
         for first in range(0, num_tokens, ROWS_AT_ONCE):
             rows = most if first + most <= num_tokens else num_tokens - first
             for row in range(rows):
-                start = (first + row) * channels + column
-                scale = rms_scale(gated, start, size, eps)
-                scale_row(window, (past + row) * size, gated, start, scale, w_conv, column, size)
-            convolve_silu(window, rows, taps, dilation, result)
+                at = (first + row) * channels + column
+                scale = rms_scale(gated, at, size, eps)
+                scale_row(window, (past + row) * size, gated, at, scale, size)
+                multiply_row(window, (past + row) * size, w_conv, column, size)
+            convolve_silu(window, rows, size, taps, dilation, result)
             for row in range(rows):
-                for i in range(size):
-                    x[first + row, s, i] += gated[first + row, s, i] + result[row, i]
+                at = (first + row) * channels + column
+                add_row(result, row * size, gated, at, size)
+                add_row(x, at, result, row * size, size)
             copy_rows(window, 0, size, window, rows * size, size, past, size)
         copy_rows(history, column, channels, window, 0, size, past, size)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
 from strata_cli.engine.kernels.reduce import rms_scale
-from strata_cli.engine.kernels.rows import scale_row
+from strata_cli.engine.kernels.rows import compile_small, multiply_row, scale_row
 from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
 
 Floats = NDArray[np.float32]
@@ -92,6 +92,7 @@ def head_norm_rope(
 @inline_jit
 def turn_row(x: Floats, row: int, rope: Floats, position: int) -> None:
     """Turn one row of x [rows, dim] to a position, in place."""
+    compile_small()
     half = rope.shape[1]
     for j in range(half):
         first, second = x[row, j], x[row, half + j]
@@ -113,9 +114,11 @@ def _head_norm_rope(
 ) -> None:
     """Items: (token, head), the rows of out [T * heads, dim]."""
     num_heads, stride, dim = src.shape[1], src.shape[2], weight.size
+    compile_small()
     for item in range(begin, end):
         scale = rms_scale(src, item * stride, dim, eps)
-        scale_row(out, item * dim, src, item * stride, scale, weight, 0, dim)
+        scale_row(out, item * dim, src, item * stride, scale, dim)
+        multiply_row(out, item * dim, weight, 0, dim)
         turn_row(out, item, rope, positions[item // num_heads])
 
 
