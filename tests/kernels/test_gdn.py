@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,16 +20,10 @@ from strata_cli.engine.kernels.gdn import (
 )
 from strata_cli.errors import ShapeError
 from tests.kernels.lab import Lab, assert_close, normal
+from tests.kernels.segments import CUTS, pieces
 
 Floats = NDArray[np.float32]
 EPS = 1e-6
-CUTS = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=3)
-
-
-def pieces(num_tokens: int, cuts: Sequence[float]) -> list[slice]:
-    """The tokens of consecutive calls; a piece may be empty."""
-    edges = sorted({0, num_tokens, *(int(cut * num_tokens) for cut in cuts)})
-    return [slice(first, last) for first, last in pairwise(edges)]
 
 
 def run_conv(

@@ -25,7 +25,7 @@ from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
 from strata_cli.errors import ShapeError
 from tests.kernels.lab import Lab, assert_close, normal
-from tests.kernels.test_gdn import CUTS, pieces
+from tests.kernels.segments import CUTS, pieces
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
