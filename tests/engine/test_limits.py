@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,6 +101,16 @@ def test_a_closed_engine_says_so(model: Path) -> None:
     sequence.close()
     sequence.close()
     unused.close()
+
+
+def test_an_engine_takes_its_threads_along(model: Path) -> None:
+    before = set(threading.enumerate())
+    with open_engine(model) as engine, engine.sequence() as sequence:
+        sequence.prefill([1, 2])
+        assert set(threading.enumerate()) > before
+    with pytest.raises(InputError):
+        open_engine(model, context=CONTEXT + 1)
+    assert set(threading.enumerate()) == before
 
 
 def test_closing_a_sequence_leaves_queued_work_its_memory(engine: Engine, truth: Truth) -> None:

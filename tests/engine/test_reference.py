@@ -15,6 +15,7 @@ from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.model.expected import Shape
 from strata_cli.engine.model.quants import BLOCK, QuantType
 from tests.engine.comparing import TOLERANCE, assert_close, continue_greedily
+from tests.engine.passes import read_in_the_open
 from tests.engine.strategies import EOS, PLAIN, dimensions, prompts
 from tests.model.tiny_model import TinyDims, build_tiny_model, write_tiny_model
 from tests.reference.qwen4exp import ModelPass, Reference
@@ -96,6 +97,21 @@ def test_a_head_width_left_out_is_the_share_of_the_hidden_size(model_path: Path)
     for key in ("key_length", "value_length"):
         del builder.values[f"qwen4exp.attention.{key}"]
     check(builder.write(model_path), mixed_prompt(30), chunk=30)
+
+
+def test_ties_go_to_the_lower_expert_and_the_lower_block(model_path: Path) -> None:
+    """Of weights that are all zero, every expert and every block looks the same."""
+    builder = build_tiny_model(TinyDims())
+    for tensor in builder.tensors:
+        if tensor.name.endswith(("ffn_gate_inp.weight", "indexer.k_proj.weight")):
+            tensor.data = bytes(len(tensor.data))
+    builder.write(model_path)
+    ids = mixed_prompt(50)
+    with Engine.open(EngineOptions(model=model_path, device="host", prefill=50)) as engine:
+        seen = read_in_the_open(engine, ids)
+    assert all((chosen == [0, 1]).all() for chosen in seen.router_ids)
+    assert np.flatnonzero(seen.allowed[3][-1]).tolist() == [*range(16), 48, 49]
+    assert_close(seen.logits, Reference(model_path).forward(ids).logits)
 
 
 @settings(max_examples=40)
