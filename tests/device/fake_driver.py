@@ -55,6 +55,7 @@ class FakeDriver:
     CUdevice_attribute = SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=SimpleNamespace(name="major"),
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=SimpleNamespace(name="minor"),
+        CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN=SimpleNamespace(name="shared"),
     )
     CUmemcpyAttributes = SimpleNamespace
     CUdeviceptr = int
@@ -124,7 +125,11 @@ class FakeDriver:
             "cuDeviceGetCount": lambda: (self.num_gpus,),
             "cuDeviceGet": lambda ordinal: (ordinal,),
             "cuDeviceGetName": lambda length, _: (b"Fake GPU".ljust(length, b"\0"),),
-            "cuDeviceGetAttribute": lambda key, _: (self.capability[key.name == "minor"],),
+            "cuDeviceGetAttribute": lambda key, _: (
+                dict(zip(("major", "minor", "shared"), (*self.capability, 232_448), strict=True))[
+                    key.name
+                ],
+            ),
             "cuDevicePrimaryCtxRetain": lambda _: ("context",),
             "cuMemGetInfo": lambda: (self.free_bytes, self.memory_bytes),
             "cuMemAlloc": self._allocate,

@@ -233,6 +233,11 @@ class Stream(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def shared_bytes(self) -> int:
+        """Most dynamic shared memory of a thread block; 0 on a device without thread blocks."""
+        ...
+
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None: ...
     def copy(self, dst: Tensor, src: Tensor) -> None:
         """Enqueues a copy of src's bytes over dst, in any direction between homes.

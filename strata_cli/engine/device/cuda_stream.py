@@ -50,6 +50,10 @@ class CudaStream:
         return self._name
 
     @property
+    def shared_bytes(self) -> int:
+        return self._context.gpu.shared_bytes
+
+    @property
     def is_closed(self) -> bool:
         return self._handle is None
 

@@ -212,6 +212,10 @@ class HostStream:
     def name(self) -> str:
         return self._name
 
+    @property
+    def shared_bytes(self) -> int:
+        return 0
+
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         items = launch.items
         arrays = tuple([resolve(argument) for argument in args])
