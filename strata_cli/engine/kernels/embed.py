@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,9 +12,12 @@ from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.dequant import Dequantizer, copy_decoded, dequantizer
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.pointers import address_of
-from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.engine.kernels.products import WARP, alignment, defines_of
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType, dequantize, row_bytes
+
+ROWS_PER_BLOCK = 4  # table rows that a block of embed.cu decodes, one per warp
 
 
 @nogil_jit
@@ -54,6 +60,19 @@ def _embed_reference(
 EMBED_STREAMS = Kernel("embed_streams", _embed_streams, _embed_reference)
 
 
+@lru_cache(maxsize=256)
+def row_kernel(kernel: Kernel, qtype: QuantType, align: int) -> Kernel:
+    """The kernel of embed.cu that a kernel is for one type, rows at multiples of align bytes."""
+    function = f"{kernel.name}<{qtype.name}, {align}>"
+    defines = defines_of(qtype)
+    return replace(kernel, name=function, source="embed.cu", function=function, defines=defines)
+
+
+def table_alignment(table: Weight) -> int:
+    """The largest power of two up to 16 that divides the address of every row of a table."""
+    return alignment(row_bytes(table.qtype, table.cols), table.data.address)
+
+
 def embed_streams(stream: Stream, ids: Tensor, table: Weight, x: Tensor) -> None:
     """Enqueue x[t, s] = decoded table row ids[t], for every stream s.
 
@@ -72,5 +91,12 @@ def embed_streams(stream: Stream, ids: Tensor, table: Weight, x: Tensor) -> None
     expect("embed_streams x", x, (tokens, streams, table.cols))
     if tokens == 0:
         return
-    launch = Launch(items=tokens, grain=grain(streams * table.cols))
-    stream.launch(EMBED_STREAMS, launch, ids, table.data, x, int(table.qtype))
+    launch = Launch(
+        items=tokens,
+        grain=grain(streams * table.cols),
+        grid=(blocks(tokens, ROWS_PER_BLOCK), 1, 1),
+        block=(WARP * ROWS_PER_BLOCK, 1, 1),
+        extents=(tokens, streams, table.cols),
+    )
+    kernel = row_kernel(EMBED_STREAMS, table.qtype, table_alignment(table))
+    stream.launch(kernel, launch, ids, table.data, x, int(table.qtype))

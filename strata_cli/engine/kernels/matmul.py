@@ -12,16 +12,30 @@ integers, because numba is slow to compile anything richer; strides and pitches 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
+from strata_cli.engine.device.base import HostFunction, Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.dequant import dequantizer
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.pointers import address_of, call_decoder
-from strata_cli.engine.kernels.shapes import expect
+from strata_cli.engine.kernels.products import (
+    FEW_COLUMNS,
+    Matrix,
+    Unit,
+    alignment,
+    dense_matrix,
+    few_plan,
+    few_tile_rows,
+    grouped_many_plan,
+    many_plan,
+    shared_limit,
+)
+from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.simd import multiply_rows
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import QuantType, dequantize, row_bytes
@@ -30,7 +44,11 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
+Halves = NDArray[np.float16]
 
+FEW_TOKENS = 32  # up to here, passes of the few-row function are at least as fast on a GPU
+FEW_PAIRS_PER_EXPERT = 2  # the same for grouped products
+ROUND_THREADS = 256
 ROW_TILE = 16  # weight rows of one host item
 TOKEN_BLOCK = 256  # tokens of one host item where row tiles alone are too few to share
 FEW_ROW_TILES = 16
@@ -160,14 +178,24 @@ def _matmul_reference(x: Floats, data: Bytes, qtype: QuantType, rows: int) -> Fl
 MATMUL = Kernel("matmul", _matmul, _matmul_reference)
 
 
-def matmul(stream: Stream, x: Tensor, weight: Weight, out: Tensor) -> None:
+def _matmul_many(begin: int, end: int, x: Floats, _rounded: Halves, *args: Any) -> None:
+    _matmul(begin, end, x, *args)
+
+
+def matmul(
+    stream: Stream, x: Tensor, weight: Weight, out: Tensor, rounded: Tensor | None = None
+) -> None:
     """Enqueue out = x times the transposed weight; a weight row makes an output column.
+
+    A GPU rounds activations of every type but F32 to f16. Its bits do not depend on ``rounded``,
+    which only makes many rows fast.
 
     Args:
         stream: where it runs.
         x: activations, float32 [T, K], T >= 0.
         weight: N rows of K quantized weights.
         out: float32 [T, N], overwritten; must not overlap x.
+        rounded: x as ``round_rows`` left it, float16 [T, K].
 
     Raises:
         ShapeError: extents or types do not fit.
@@ -177,13 +205,69 @@ def matmul(stream: Stream, x: Tensor, weight: Weight, out: Tensor) -> None:
     expect("matmul out", out, (tokens, weight.rows))
     if tokens == 0:
         return
-    blocks = len(_token_blocks(tokens, weight.rows)) - 1
+    matrix = dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
+    numbers = (int(weight.qtype), tokens, weight.rows, weight.cols)
+    num_blocks = len(_token_blocks(tokens, weight.rows)) - 1
+    items, grain = _row_tiles(weight.rows) * num_blocks, _grain(weight.cols, tokens // num_blocks)
+    if tokens > FEW_TOKENS and rounded is not None and _has_many(matrix, rounded):
+        expect("matmul rounded", rounded, (tokens, weight.cols), np.float16)
+        plan = many_plan(matrix, tokens, shared_limit(stream))
+        kernel = _kernel(_matmul_many, _matmul_reference, plan.unit)
+        launch = plan.launch(items, grain)
+        stream.launch(kernel, launch, x, rounded, weight.data, out, *numbers)
+        return
+    passes = blocks(tokens, FEW_COLUMNS)
+    rows = few_tile_rows(matrix)
+    plan = few_plan(matrix, tokens, passes, shared_limit(stream), rows)
+    kernel = _kernel(_matmul, _matmul_reference, plan.unit)
+    stream.launch(kernel, plan.launch(items, grain), x, weight.data, out, *numbers)
+
+
+def _has_many(matrix: Matrix, rounded: Tensor) -> bool:
+    """Whether the many-row function takes it: not float32, and rows of x in pieces of 16 bytes."""
+    return (
+        matrix.qtype is not QuantType.F32
+        and matrix.cols % 8 == 0
+        and alignment(rounded.address) == 16
+    )
+
+
+@lru_cache(maxsize=1024)
+def _kernel(host: HostFunction, reference: Callable[..., Any], unit: Unit) -> Kernel:
+    return Kernel(unit.function, host, reference, unit.source, unit.function, unit.defines)
+
+
+def _round_rows(_begin: int, _end: int, _x: Floats, _rounded: Halves) -> None:
+    """The host multiplies float32 activations as they are."""
+
+
+def _round_reference(x: Floats) -> Halves:
+    return np.clip(x, -65504.0, 65504.0).astype(np.float16)
+
+
+ROUND_ROWS = Kernel("round_rows", _round_rows, _round_reference, "round_rows.cu")
+
+
+def round_rows(stream: Stream, x: Tensor, rounded: Tensor) -> None:
+    """Enqueue rounding to f16, for products with many rows. On the host nothing is written.
+
+    Args:
+        stream: where it runs.
+        x: float32 [T, K].
+        rounded: float16 [T, K], overwritten: nearest, at most 65504 in magnitude.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    expect("round_rows x", x, x.shape)
+    expect("round_rows rounded", rounded, x.shape, np.float16)
     launch = Launch(
-        items=_row_tiles(weight.rows) * blocks, grain=_grain(weight.cols, tokens // blocks)
+        items=1 if x.size else 0,
+        grid=(max(1, blocks(x.size, 8 * ROUND_THREADS)), 1, 1),
+        block=(ROUND_THREADS, 1, 1),
+        extents=(x.size,),
     )
-    stream.launch(
-        MATMUL, launch, x, weight.data, out, int(weight.qtype), tokens, weight.rows, weight.cols
-    )
+    stream.launch(ROUND_ROWS, launch, x, rounded)
 
 
 def _grouped_matmul(
@@ -231,6 +315,10 @@ def _grouped_reference(
 GROUPED_MATMUL = Kernel("grouped_matmul", _grouped_matmul, _grouped_reference)
 
 
+def _grouped_many(begin: int, end: int, x: Floats, _rounded: Halves, *args: Any) -> None:
+    _grouped_matmul(begin, end, x, *args)
+
+
 def grouped_matmul(
     stream: Stream,
     x: Tensor,
@@ -239,17 +327,22 @@ def grouped_matmul(
     row_of: Tensor,
     expert_start: Tensor,
     out: Tensor,
+    rounded: Tensor | None = None,
 ) -> None:
     """Enqueue one product per routed pair of a token and an expert, grouped by expert.
+
+    Each pair has the bits of ``matmul`` with its expert.
 
     Args:
         stream: where it runs.
         x: activations, float32 [R, K].
-        blobs: address of each expert's blob, int64 [E]; read only where an expert has pairs.
+        blobs: address of each expert's blob, int64 [E]; read only where an expert has pairs. Each
+            is a multiple of 16, or of the largest power of two that divides a row's bytes.
         layout: the matrix inside every blob, N rows of K weights.
         row_of: row of x that each pair reads, int32 [P], pairs sorted by expert.
         expert_start: first pair of each expert and, last, P: int32 [E + 1].
         out: float32 [P, N], overwritten; must not overlap x.
+        rounded: x as ``round_rows`` left it, float16 [R, K]; makes many pairs fast.
 
     Raises:
         ShapeError: extents or types do not fit.
@@ -262,19 +355,22 @@ def grouped_matmul(
     expect("grouped_matmul out", out, (pairs, layout.rows))
     if pairs == 0:
         return
-    launch = Launch(
-        items=_row_tiles(layout.rows), grain=_grain(layout.cols, pairs, min(pairs, experts))
-    )
-    stream.launch(
-        GROUPED_MATMUL,
-        launch,
-        x,
-        blobs,
-        row_of,
-        expert_start,
-        out,
-        int(layout.qtype),
-        layout.rows,
-        layout.cols,
-        layout.offset_bytes,
-    )
+    items = _row_tiles(layout.rows)
+    grain = _grain(layout.cols, pairs, min(pairs, experts))
+    row_nbytes = row_bytes(layout.qtype, layout.cols)
+    align = alignment(row_nbytes, layout.offset_bytes)
+    matrix = Matrix(layout.qtype, layout.rows, layout.cols, align)
+    numbers = (int(layout.qtype), layout.rows, layout.cols, layout.offset_bytes)
+    limit = shared_limit(stream)
+    is_many = pairs > FEW_PAIRS_PER_EXPERT * experts
+    if is_many and rounded is not None and _has_many(matrix, rounded):
+        expect("grouped_matmul rounded", rounded, x.shape, np.float16)
+        plan = grouped_many_plan(matrix, pairs, experts, limit)
+        kernel = _kernel(_grouped_many, _grouped_reference, plan.unit)
+        launch = plan.launch(items, grain)
+        stream.launch(kernel, launch, x, rounded, blobs, row_of, expert_start, out, *numbers)
+        return
+    plan = few_plan(matrix, x.shape[0], pairs, limit, few_tile_rows(matrix), experts)
+    kernel = _kernel(_grouped_matmul, _grouped_reference, plan.unit)
+    launch = plan.launch(items, grain)
+    stream.launch(kernel, launch, x, blobs, row_of, expert_start, out, *numbers)

@@ -1,0 +1,299 @@
+// Products of quantized weights with few activation rows: memory-bound, for decode.
+//   x [T,K] f32, N rows of K weights -> out [T,N] f32;  D[n, t] = sum over k of W[n, k] * x[t, k]
+//   Reads N * K / WEIGHTS * BYTES bytes of weights once per eight rows of x: over the memory's
+//   bandwidth that is the limit.
+//
+// Order of the sums, which matmul_many.cu repeats operation by operation: K is cut into slices;
+// within a slice the products of weights.cuh, step after step, into float32 sums that start at zero;
+// then total = 0 + slice 0 + slice 1 + ... . Activations are rounded to f16.
+//
+// A warp makes ROWS weight rows of one slice for up to eight tokens. Lanes (g, t) copy rows g and
+// g + 8 of the slice to the warp's own shared memory, all at once, and then decode from there; so
+// every load is 16 bytes and as much is in flight as fits. Warps of a block share a tile of rows,
+// a slice each, or make several tiles.
+#include "mma.cuh"
+#include "weights.cuh"
+
+struct Shape {
+    int rows, cols, slice, warps_per_tile, pitch, columns;
+};
+
+// One matrix and the tokens it is multiplied with.
+struct Job {
+    const unsigned char *matrix;
+    const int *row_of;  // row of x of each token; null: token i reads row i
+    int first, count;   // tokens first .. first + count, which are also the rows of out
+};
+
+// The parts of a block's shared memory, in order: code book, each warp's rows and x, partial sums.
+template <int TYPE, int ROWS>
+struct Parts {
+    static constexpr int PLANES = TYPE == F32 ? 2 : 1;
+    unsigned char *rows;
+    uint4 *x;
+    float *sums;
+
+    __device__ Parts(unsigned char *after_book, const Shape &shape, int warp, int warps) {
+        const int row_bytes = ROWS * shape.pitch;
+        const int x_bytes = shape.slice / 32 * shape.columns * 64 * PLANES;
+        rows = after_book + warp * (row_bytes + x_bytes);
+        x = reinterpret_cast<uint4 *>(rows + row_bytes);
+        sums = reinterpret_cast<float *>(after_book + warps * (row_bytes + x_bytes));
+    }
+};
+
+// Starts the copies of ROWS rows of a slice; returns where row g of the lane begins in its 16 bytes.
+template <int TYPE, int LANE, int ROWS, int ALIGN>
+__device__ inline void copy_rows(unsigned char *shared, const Shape &shape, const Job &job,
+                                 int first_row, int first_k, int (&phase)[ROWS / 8]) {
+    using R = Rows<TYPE, LANE>;
+    constexpr int align = stage_alignment(ALIGN, R::bytes(256));
+    constexpr bool whole = align == 16 && LANE == 64;
+    const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+    const long long row_bytes = R::bytes(shape.cols);
+    const int length = min(shape.slice, shape.cols - first_k);
+#pragma unroll
+    for (int half = 0; half < ROWS / 8; half++) {
+        const int row = min(first_row + 8 * half + g, shape.rows - 1);
+        const unsigned char *from = job.matrix + row * row_bytes + R::bytes(first_k);
+        phase[half] = whole ? 0 : static_cast<int>(reinterpret_cast<unsigned long long>(from) & 15);
+        phase[half] = phase[half] / align * align;
+        from -= phase[half];
+        unsigned char *to = shared + (8 * half + g) * shape.pitch;
+        const int end = phase[half] + R::bytes(length);
+        if constexpr (whole) {
+#pragma unroll 4
+            for (int at = 16 * t; at < end; at += 64) copy_async(to + at, from + at);
+        } else {
+            // Up to the end of a step of float weights, which may lie beyond the row.
+            const int filled = R::IS_FLOAT ? phase[half] + R::bytes((length + 31) / 32 * 32) : end;
+#pragma unroll 4
+            for (int at = 16 * t; at < filled; at += 64)
+                copy_async(to + at, at < end ? from + at : from, max(0, min(16, end - at)));
+        }
+    }
+}
+
+// Eight activations of a row, zeros beyond its end.
+__device__ inline void load_eight(const float *row, int k, int cols, bool wide, float (&v)[8]) {
+    if (wide && k + 8 <= cols) {
+        const float4 a = *reinterpret_cast<const float4 *>(row + k);
+        const float4 b = *reinterpret_cast<const float4 *>(row + k + 4);
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+        v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = k + i < cols ? row[k + i] : 0.0f;
+    }
+}
+
+__device__ inline uint4 rounded(const float (&v)[8]) {
+    return make_uint4(pair_of(v[0], v[1]), pair_of(v[2], v[3]), pair_of(v[4], v[5]),
+                      pair_of(v[6], v[7]));
+}
+
+// What rounding to f16 left over.
+__device__ inline void subtract(float (&v)[8], const uint4 &high) {
+    const unsigned pairs[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] -= float_of(pairs[i / 2] >> 16 * (i & 1));
+}
+
+// The slice of the job's activations as f16, as the lanes need it: [step][column][t] of 16 bytes.
+template <int TYPE, int LANE>
+__device__ inline void load_x(uint4 *shared, const Shape &shape, const Job &job, const float *x,
+                              int first_k) {
+    using R = Rows<TYPE, LANE>;
+    const int length = min(shape.slice, shape.cols - first_k), steps = (length + 31) / 32;
+    const bool wide = ((reinterpret_cast<unsigned long long>(x) | 4 * shape.cols) & 15) == 0;
+    for (int column = 0; column < job.count; column++) {
+        const int token = job.first + column;
+        const long long row = job.row_of ? job.row_of[token] : token;
+#pragma unroll 2
+        for (int octet = threadIdx.x & 31; octet < 4 * steps; octet += 32) {
+            const int in_span = octet % (4 * R::OCTETS);
+            const int step = octet / (4 * R::OCTETS) * R::OCTETS + in_span % R::OCTETS;
+            const int at = (step * job.count + column) * 4 + in_span / R::OCTETS;
+            float v[8];
+            load_eight(x + row * shape.cols, first_k + 8 * octet, shape.cols, wide, v);
+            shared[at] = rounded(v);
+            if constexpr (TYPE == F32) {
+                subtract(v, shared[at]);
+                shared[at + steps * job.count * 4] = rounded(v);
+            }
+        }
+    }
+}
+
+template <int ROWS>
+__device__ inline void multiply_step(float (&sums)[4], const Octet (&w)[ROWS / 8], const uint4 &x) {
+    const Octet none = {{0, 0, 0, 0}};
+    const Octet &low = w[0], &high = ROWS == 16 ? w[ROWS / 8 - 1] : none;
+    multiply(sums, low.pair[0], high.pair[0], low.pair[1], high.pair[1], x.x, x.y);
+    multiply(sums, low.pair[2], high.pair[2], low.pair[3], high.pair[3], x.z, x.w);
+}
+
+// A step of float32 weights: both operands as the sum of two f16, without the smallest product.
+template <int ROWS>
+__device__ inline void multiply_split(float (&sums)[4], const Octet (&w)[ROWS / 8],
+                                      const Octet (&rest)[ROWS / 8], const uint4 &x,
+                                      const uint4 &x_rest) {
+    const Octet none = {{0, 0, 0, 0}};
+    const Octet &wa = w[0], &wb = ROWS == 16 ? w[ROWS / 8 - 1] : none;
+    const Octet &ra = rest[0], &rb = ROWS == 16 ? rest[ROWS / 8 - 1] : none;
+    multiply(sums, wa.pair[0], wb.pair[0], wa.pair[1], wb.pair[1], x.x, x.y);
+    multiply(sums, wa.pair[0], wb.pair[0], wa.pair[1], wb.pair[1], x_rest.x, x_rest.y);
+    multiply(sums, ra.pair[0], rb.pair[0], ra.pair[1], rb.pair[1], x.x, x.y);
+    multiply(sums, wa.pair[2], wb.pair[2], wa.pair[3], wb.pair[3], x.z, x.w);
+    multiply(sums, wa.pair[2], wb.pair[2], wa.pair[3], wb.pair[3], x_rest.z, x_rest.w);
+    multiply(sums, ra.pair[2], rb.pair[2], ra.pair[3], rb.pair[3], x.z, x.w);
+}
+
+// What f16 leaves of eight float32 weights times the gain.
+template <int ALIGN>
+__device__ inline Octet rest_of(const Staged<ALIGN> &row, int octet, const Octet &high) {
+    float w[8];
+    Codec<F32>::floats(row, octet, w);
+    Octet rest;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        rest.pair[i] = pair_of(w[2 * i] * GAIN<F32> - float_of(high.pair[i]),
+                               w[2 * i + 1] * GAIN<F32> - float_of(high.pair[i] >> 16));
+    return rest;
+}
+
+// All steps of a slice whose rows and activations lie in shared memory.
+template <int TYPE, int LANE, int ROWS, int ALIGN>
+__device__ inline void multiply_slice(float (&sums)[4], const unsigned char *rows, const uint4 *x,
+                                      const Shape &shape, int length, int count,
+                                      const int (&phase)[ROWS / 8], Book book) {
+    using R = Rows<TYPE, LANE>;
+    constexpr int unrolled = 8;
+    const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3, steps = (length + 31) / 32;
+    const uint4 *own_x = x + min(g, count - 1) * 4 + t;
+    for (int first = 0; first < steps; first += unrolled) {
+        RowScale scale[ROWS / 8];
+#pragma unroll
+        for (int i = 0; i < unrolled; i++) {
+            if (LANE != 64 && first + i >= steps) break;
+            Octet w[ROWS / 8];
+            const uint4 activations = own_x[(first + i) * count * 4];
+#pragma unroll
+            for (int half = 0; half < ROWS / 8; half++) {
+                const Staged<ALIGN> row = {rows + (8 * half + g) * shape.pitch,
+                                    phase[half] + R::bytes(32 * first)};
+                w[half] = decode<TYPE, LANE, ALIGN>(row, i, t, book, scale[half]);
+            }
+            if constexpr (TYPE == F32) {
+                Octet rest[ROWS / 8];
+#pragma unroll
+                for (int half = 0; half < ROWS / 8; half++) {
+                    const Staged<ALIGN> row = {rows + (8 * half + g) * shape.pitch,
+                                        phase[half] + R::bytes(32 * first)};
+                    rest[half] = rest_of(row, R::k_of(i, t) / 8, w[half]);
+                }
+                multiply_split<ROWS>(sums, w, rest, activations,
+                                     own_x[(steps + first + i) * count * 4]);
+            } else {
+                multiply_step<ROWS>(sums, w, activations);
+            }
+        }
+    }
+}
+
+// Partial sums are [slice][row][column]; the columns of a lane are 2t and 2t + 1.
+template <int ROWS>
+__device__ inline void store_sums(float *to, const float (&sums)[4], int count) {
+    const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+#pragma unroll
+    for (int i = 0; i < ROWS / 4; i++) {
+        const int column = 2 * t + (i & 1);
+        if (column < count) to[(8 * (i / 2) + g) * count + column] = sums[i];
+    }
+}
+
+template <int TYPE, int LANE, int ROWS, int ALIGN>
+__device__ inline void few(const Shape &shape, const Job &job, const float *x, float *out,
+                           unsigned char *shared, Book book) {
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const int tiles = warps / shape.warps_per_tile, tile = warp / shape.warps_per_tile;
+    const int first_row = (blockIdx.x * tiles + tile) * ROWS;
+    const int slices = (shape.cols + shape.slice - 1) / shape.slice;
+    const Parts<TYPE, ROWS> parts(shared, shape, warp, warps);
+    const int tile_sums = slices * ROWS * job.count;
+    for (int slice = warp % shape.warps_per_tile; slice < slices; slice += shape.warps_per_tile) {
+        const int first_k = slice * shape.slice, length = min(shape.slice, shape.cols - first_k);
+        int phase[ROWS / 8];
+        copy_rows<TYPE, LANE, ROWS, ALIGN>(parts.rows, shape, job, first_row, first_k, phase);
+        commit_copies();
+        load_x<TYPE, LANE>(parts.x, shape, job, x, first_k);
+        wait_copies<0>();
+        __syncwarp();
+        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        multiply_slice<TYPE, LANE, ROWS, ALIGN>(sums, parts.rows, parts.x, shape, length, job.count,
+                                                phase, book);
+        store_sums<ROWS>(parts.sums + tile * tile_sums + slice * ROWS * job.count, sums, job.count);
+        __syncwarp();
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < tiles * ROWS * job.count; i += blockDim.x) {
+        const int row = i % (tiles * ROWS), column = i / (tiles * ROWS);
+        const int n = blockIdx.x * tiles * ROWS + row;
+        if (n >= shape.rows) continue;
+        const float *part = parts.sums + row / ROWS * tile_sums + row % ROWS * job.count + column;
+        float total = 0.0f;
+#pragma unroll 4
+        for (int slice = 0; slice < slices; slice++) total += part[slice * ROWS * job.count];
+        out[static_cast<long long>(job.first + column) * shape.rows + n] = total / GAIN<TYPE>;
+    }
+}
+
+// matmul_few: grid (row tiles / tiles per block, T / 8)
+template <int TYPE, int LANE, int ROWS, int ALIGN>
+__global__ void matmul_few(const float *x, const unsigned char *data, float *out, long long,
+                           long long tokens, long long rows, long long cols, long long slice,
+                           long long warps_per_tile, long long pitch, long long columns,
+                           long long copies) {
+    extern __shared__ uint4 shared[];
+    const Shape shape = {static_cast<int>(rows),  static_cast<int>(cols),
+                         static_cast<int>(slice), static_cast<int>(warps_per_tile),
+                         static_cast<int>(pitch), static_cast<int>(columns)};
+    const Book book = load_book<TYPE>(reinterpret_cast<unsigned *>(shared), copies);
+    if (Codec<TYPE>::BOOK) __syncthreads();
+    const int first = 8 * blockIdx.y;
+    const Job job = {data, nullptr, first, min(8, static_cast<int>(tokens) - first)};
+    few<TYPE, LANE, ROWS, ALIGN>(shape, job, x, out,
+                                 reinterpret_cast<unsigned char *>(shared) +
+                                     4 * copies * Codec<TYPE>::BOOK,
+                                 book);
+}
+
+// grouped_few: pairs sorted by expert; grid (row tiles / tiles per block, P). Block row y makes the
+// pairs y .. y + 7 of an expert if y is the first pair of the expert or a multiple of eight after
+// it, else nothing.
+template <int TYPE, int LANE, int ROWS, int ALIGN>
+__global__ void grouped_few(const float *x, const long long *blobs, const int *row_of,
+                            const int *expert_start, float *out, long long, long long rows,
+                            long long cols, long long offset_bytes, long long experts,
+                            long long slice, long long warps_per_tile, long long pitch,
+                            long long columns, long long copies) {
+    extern __shared__ uint4 shared[];
+    __shared__ int found;
+    const int pair = blockIdx.y;
+    const Shape shape = {static_cast<int>(rows),  static_cast<int>(cols),
+                         static_cast<int>(slice), static_cast<int>(warps_per_tile),
+                         static_cast<int>(pitch), static_cast<int>(columns)};
+    const Book book = load_book<TYPE>(reinterpret_cast<unsigned *>(shared), copies);
+    for (int e = threadIdx.x; e < experts; e += blockDim.x)
+        if (expert_start[e] <= pair && pair < expert_start[e + 1]) found = e;
+    __syncthreads();
+    const int expert = found, start = expert_start[expert], end = expert_start[expert + 1];
+    if ((pair - start) % 8 != 0) return;
+    const unsigned char *matrix =
+        reinterpret_cast<const unsigned char *>(blobs[expert]) + offset_bytes;
+    const Job job = {matrix, row_of, pair, min(8, end - pair)};
+    few<TYPE, LANE, ROWS, ALIGN>(shape, job, x, out,
+                                 reinterpret_cast<unsigned char *>(shared) +
+                                     4 * copies * Codec<TYPE>::BOOK,
+                                 book);
+}

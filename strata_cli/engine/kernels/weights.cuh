@@ -1,0 +1,109 @@
+// Rows of quantized weights in shared memory, decoded to f16 for the tensor cores.
+//
+// The order of k in a product. A row is cut into spans of 4 * LANE weights; lane t of a quad owns
+// weights t * LANE ... of each, and takes eight of them, an octet, per step: step i of a span takes
+// octet i of all four lanes, so a step is 32 k. LANE is 64, 32, 16 or 8, the largest whose spans
+// divide the row; so a lane decodes a scale once for many weights. A step is two products of 16 k:
+// the first four of each octet, then the last four.
+#pragma once
+#include "codec_grid.cuh"
+#include "codec_k.cuh"
+#include "codec_small.cuh"
+#include "codec_tables.cuh"
+
+// Scales are rounded to f16 after multiplication with this, so that the small ones of small weights
+// are not subnormal; sums are divided by it, which is exact.
+template <int TYPE>
+constexpr float GAIN = TYPE == F16 ? 1.0f : 64.0f;
+
+// Bytes in shared memory at an offset, a multiple of ALIGN, from a place aligned to 16 bytes.
+template <int ALIGN>
+struct Staged {
+    const unsigned char *base;
+    int offset;
+
+    __device__ unsigned u8(int at) const { return base[offset + at]; }
+    __device__ unsigned u16(int at) const {
+        if constexpr (ALIGN == 1) return u32(at) & 0xffff;
+        return *reinterpret_cast<const unsigned short *>(base + offset + at);
+    }
+    __device__ unsigned u32(int at) const {
+        const int bit = 8 * ((offset + at) & 3);
+        const unsigned *words = reinterpret_cast<const unsigned *>(base + ((offset + at) & ~3));
+        return window(words[0], bit ? words[1] : 0, bit);
+    }
+};
+
+// How a type's rows lie in memory and are cut into steps.
+template <int TYPE, int LANE>
+struct Rows {
+    using Type = Codec<TYPE>;
+    static constexpr int OCTETS = LANE / 8;
+    static constexpr int SPAN = 4 * LANE;
+    static constexpr bool IS_FLOAT = Type::WEIGHTS == 1;
+    static constexpr int BLOCK_OCTETS = IS_FLOAT ? 1 << 20 : Type::WEIGHTS / 8;
+
+    // Bytes of a row's first k weights, k a multiple of the span.
+    __host__ __device__ static constexpr int bytes(int k) { return k / Type::WEIGHTS * Type::BYTES; }
+
+    // The k of octet step % OCTETS of lane t, counted from the start of step 0.
+    __device__ static int k_of(int step, int t) {
+        return step / OCTETS * SPAN + (t * LANE | 8 * (step % OCTETS));
+    }
+};
+
+// The power of two that surely divides where a stage of `bytes` begins in a row aligned to ALIGN.
+constexpr int stage_alignment(int align, int bytes) {
+    while (bytes % align) align /= 2;
+    return align;
+}
+
+// A lane's scale and minimum in one row, twice each as f16.
+struct RowScale {
+    unsigned scale, minimum;
+};
+
+// The octet of lane t at a step, times the gain. `row` begins at step 0; `step` should be known at
+// compile time. Call it for each step in turn with the same `scale`.
+template <int TYPE, int LANE, int ALIGN>
+__device__ inline Octet decode(const Staged<ALIGN> &row, int step, int t, Book book, RowScale &scale) {
+    using R = Rows<TYPE, LANE>;
+    using Type = typename R::Type;
+    const int octet = R::k_of(step, t) / 8;
+    const Staged<ALIGN> block = {row.base, row.offset + octet / R::BLOCK_OCTETS * Type::BYTES};
+    const int own = octet % R::BLOCK_OCTETS;
+    if constexpr (TYPE == F16) {
+        return Type::codes(block, own, book);
+    } else if constexpr (R::IS_FLOAT) {
+        float w[8];
+        Type::floats(block, own, w);
+        Octet result;
+        for (int i = 0; i < 4; i++)
+            result.pair[i] = pair_of(w[2 * i] * GAIN<TYPE>, w[2 * i + 1] * GAIN<TYPE>);
+        return result;
+    } else {
+        if (step % (Type::RUN < R::OCTETS ? Type::RUN : R::OCTETS) == 0) {
+            const Scale now = Type::scale(block, own);
+            scale.scale = both(now.scale * GAIN<TYPE>);
+            if constexpr (Type::HAS_MIN) scale.minimum = both(now.minimum * -GAIN<TYPE>);
+        }
+        Octet w = Type::codes(block, own, book);
+        for (int i = 0; i < 4; i++) {
+            if constexpr (Type::BIAS != 0) w.pair[i] = add2(w.pair[i], MINUS_BIAS<Type::BIAS>);
+            w.pair[i] = Type::HAS_MIN ? fma2(w.pair[i], scale.scale, scale.minimum)
+                                      : mul2(w.pair[i], scale.scale);
+        }
+        return w;
+    }
+}
+
+// Copies a code book of the compilation to shared memory, `copies` times side by side, by all
+// threads of the block; returns the calling lane's copy. Does not wait for the others.
+template <int TYPE>
+__device__ inline Book load_book(unsigned *shared, int copies) {
+    if constexpr (Codec<TYPE>::BOOK != 0) {
+        for (int i = threadIdx.x; i < Codec<TYPE>::BOOK * copies; i += blockDim.x)
+            shared[i] = BOOK[i / copies];
+    }
+    return {shared + (threadIdx.x & (copies - 1)), copies};
+}
