@@ -18,6 +18,7 @@ from strata_cli.errors import ConfigError
 from strata_cli.parsers import (
     Parser,
     auto_or_boolean,
+    auto_or_bytes,
     auto_or_count,
     boolean,
     choice,
@@ -58,6 +59,16 @@ class StrataConfig:
         0,
         "Threads that compute on the host; auto is one per core.",
         parse=auto_or_count,
+    )
+    vram_bytes: int = setting(
+        0,
+        "Device memory that may be used on a GPU; auto is what is free, less the reserve.",
+        parse=auto_or_bytes,
+    )
+    vram_reserve_mib: int = setting(
+        700,
+        "Free device memory that auto leaves to others, in MiB.",
+        parse=whole_number(0),
     )
     max_context: int = setting(
         0,

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
@@ -82,6 +83,17 @@ def number(minimum: float, maximum: float | None = None) -> Parser[float]:
     )
 
 
+def byte_size(minimum: int) -> Parser[int]:
+    """A number of bytes, as it is or with a unit: 800MiB, 12GiB, 24GB."""
+    return Parser(
+        expected=f"a size such as 800MiB, 12GiB or 24GB, from {show_bytes(minimum)}",
+        metavar="SIZE",
+        convert=_to_bytes,
+        accepts=lambda value: value >= minimum,
+        show=show_bytes,
+    )
+
+
 def choice(*words: str) -> Parser[str]:
     """One of a few words."""
     return Parser(
@@ -94,6 +106,31 @@ def choice(*words: str) -> Parser[str]:
 
 def _range(minimum: float, maximum: float | None) -> str:
     return f"from {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+
+_UNITS = {
+    "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10,
+    "TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1,
+}  # fmt: skip
+
+
+def show_bytes(nbytes: int) -> str:
+    """A size in the largest binary unit that says it exactly."""
+    for unit, factor in _UNITS.items():
+        if unit.endswith("iB") and nbytes and nbytes % factor == 0:
+            return f"{nbytes // factor}{unit}"
+    return f"{nbytes}B"
+
+
+def _to_bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a number of bytes")
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()} | {"": 1}
+    factor = units.get(match[2].lower())
+    if factor is None:
+        raise ValueError(f"{match[2]!r} is no unit of bytes")
+    return int(Fraction(match[1]) * factor)
 
 
 def _to_bool(text: str) -> bool:
@@ -130,5 +167,6 @@ device_name: Parser[str] = Parser(
 )
 
 auto_or_count = or_word("auto", 0, whole_number(1))
+auto_or_bytes = or_word("auto", 0, byte_size(1 << 20))
 auto_or_boolean = or_word("auto", None, boolean)
 embedded_or_path = or_word("embedded", None, file_path)

@@ -55,6 +55,12 @@ def test_every_default_has_a_spelling_that_gives_it_back(name: str) -> None:
         ("temperature", "0.7", 0.7),
         ("top_p", "1", 1.0),
         ("seed", "18446744073709551615", 2**64 - 1),
+        ("vram_bytes", "auto", 0),
+        ("vram_bytes", "12GiB", 12 << 30),
+        ("vram_bytes", "24 gb", 24 * 10**9),
+        ("vram_bytes", "1.5GiB", 3 << 29),
+        ("vram_bytes", "1048577", (1 << 20) + 1),
+        ("vram_reserve_mib", "0", 0),
     ],
 )
 def test_text_becomes_a_typed_value(name: str, text: str, value: Any) -> None:
