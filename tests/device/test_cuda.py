@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
 from strata_cli.engine.device.cuda_driver import check, failed, find_gpu
 from strata_cli.engine.device.cuda_memory import CudaBuffer, spans
 from strata_cli.engine.device.cuda_pinned import Piece, mapped_address, register
-from strata_cli.engine.device.nvrtc import Cubin
+from strata_cli.engine.device.nvrtc import Cubin, CubinCache
 from strata_cli.errors import ConfigError, DeviceError, OutOfMemory
 from tests.device.fake_driver import FakeDriver, Result, fake_context, fake_gpu
 
@@ -288,10 +288,16 @@ KERNEL = Kernel("work", body, body, "work.cu")
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*args: object) -> Cubin:
-        return Cubin(b"code", {"work<3>": "_Z4workILi3EEvv"})
+    class Build:
+        def __init__(self, name: NamedTuple, *_: object) -> None:
+            self.key = str(hash(name))
 
-    monkeypatch.setattr(cuda_kernels, "build", build)
+        def run(self, cache: CubinCache) -> Cubin:
+            cubin = Cubin(b"code", {"work<3>": "_Z4workILi3EEvv"})
+            cache.store(self.key, cubin)
+            return cubin
+
+    monkeypatch.setattr(cuda_kernels, "Build", Build)
     monkeypatch.setattr(cuda_kernels, "_read", lambda name: name)
     monkeypatch.setattr(cuda_kernels, "Compiler", lambda: None)
 
@@ -368,6 +374,21 @@ def test_a_template_instance_is_found_by_its_symbol(device: CudaDevice, driver: 
     assert driver.arguments("cuModuleGetFunction") == [("module", b"_Z4workILi3EEvv")]
     device.prepare([KERNEL])
     assert driver.arguments("cuModuleGetFunction")[1] == ("module", b"work")
+
+
+@pytest.mark.usefixtures("built")
+def test_compiling_is_announced_once(
+    device: CudaDevice, driver: FakeDriver, tmp_path: Path
+) -> None:
+    instances = [Kernel(f"work_{n}", body, body, "work.cu", function=f"work<{n}>") for n in "34"]
+    announced: list[int] = []
+    device.prepare([KERNEL], announced.append)
+    device.prepare([KERNEL, *instances], announced.append)
+    device.prepare([KERNEL, *instances], announced.append)
+    assert announced == [1, 2]
+    with CudaDevice(fake_gpu(driver), CudaOptions(cache_folder=tmp_path)) as later:
+        later.prepare([KERNEL, *instances], announced.append)
+    assert announced == [1, 2]
 
 
 def test_a_kernel_without_a_source_is_refused(device: CudaDevice) -> None:

@@ -178,7 +178,7 @@ class Launch:
         items: independent items on the host device; 0 on any device: nothing is done.
         grain: smallest number of items worth a thread of its own on the host device: about 50 us
             of work, since waking a thread costs 30 us.
-        grid: thread blocks on a GPU.
+        grid: thread blocks on a GPU; none: nothing is done there.
         block: threads per block on a GPU.
         shared_bytes: dynamic shared memory on a GPU.
         extents: sizes that a CUDA function, which gets bare pointers, takes after the arguments,
@@ -297,6 +297,11 @@ class Device(Protocol):
         """True when copies run beside kernels on a link of their own."""
         ...
 
+    @property
+    def has_own_memory(self) -> bool:
+        """True when kernels read host memory slower than the device's, so that weights move."""
+        ...
+
     def memory(self) -> MemoryInfo: ...
     def allocate(self, nbytes: int) -> Buffer:
         """Device memory, contents undefined.
@@ -326,8 +331,16 @@ class Device(Protocol):
         """
         ...
 
-    def prepare(self, kernels: Iterable[Kernel]) -> None:
-        """Compiles and loads kernels ahead of their first launch, several at once."""
+    def prepare(
+        self, kernels: Iterable[Kernel], compiling: Callable[[int], None] | None = None
+    ) -> None:
+        """Compiles and loads kernels ahead of their first launch, several at once.
+
+        Args:
+            kernels: what will be launched.
+            compiling: called first with the number of sources to compile, if there are any: those
+                that an earlier run did not leave in the cache.
+        """
         ...
 
     def stream(self, name: str) -> Stream: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
@@ -95,6 +95,10 @@ class CudaDevice:
     def has_async_copy(self) -> bool:
         return True
 
+    @property
+    def has_own_memory(self) -> bool:
+        return True
+
     def memory(self) -> MemoryInfo:
         """What may still be allocated: within the budget, and free on the GPU."""
         self._check_open()
@@ -128,9 +132,11 @@ class CudaDevice:
                 )
         return self._own(buffer)
 
-    def prepare(self, kernels: Iterable[Kernel]) -> None:
+    def prepare(
+        self, kernels: Iterable[Kernel], compiling: Callable[[int], None] | None = None
+    ) -> None:
         self._check_open()
-        self._loader.prepare(kernels)
+        self._loader.prepare(kernels, compiling)
 
     def stream(self, name: str) -> CudaStream:
         self._check_open()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import numpy as np
 
 from strata_cli.engine.device.base import Kernel, KernelArgument, Tensor
 from strata_cli.engine.device.cuda_driver import Context, check
-from strata_cli.engine.device.nvrtc import Compiler, Cubin, CubinCache, Unit, build, read_unit
+from strata_cli.engine.device.nvrtc import Build, Compiler, Cubin, CubinCache, Unit, read_unit
 from strata_cli.errors import DeviceError
 
 KERNELS_FOLDER = Path(__file__).parent.parent / "kernels"
@@ -144,12 +144,14 @@ class Loader:
             found = self._functions[kernel]
         return found
 
-    def prepare(self, kernels: Iterable[Kernel]) -> None:
+    def prepare(
+        self, kernels: Iterable[Kernel], compiling: Callable[[int], None] | None = None
+    ) -> None:
         """Compiles what is missing, several units at once, then loads it."""
         with self._lock:
             missing = dict.fromkeys(kernel for kernel in kernels if kernel not in self._functions)
             names = {_unit_name(kernel) for kernel in missing} - self._modules.keys()
-            for name, cubin in self._build_all(sorted(names)):
+            for name, cubin in self._build_all(sorted(names), compiling):
                 self._modules[name] = (self._load(name, cubin), cubin)
             for kernel in missing:
                 self._functions[kernel] = self._find(kernel)
@@ -162,17 +164,20 @@ class Loader:
         self._modules.clear()
         self._functions.clear()
 
-    def _build_all(self, names: list[_UnitName]) -> list[tuple[_UnitName, Cubin]]:
+    def _build_all(
+        self, names: list[_UnitName], compiling: Callable[[int], None] | None
+    ) -> list[tuple[_UnitName, Cubin]]:
         if not names:
             return []
         compiler = self._compiler = self._compiler or Compiler()
-        capability = self._context.gpu.capability
-
-        def make(name: _UnitName) -> tuple[_UnitName, Cubin]:
-            return name, build(_read(name), capability, compiler, self._cache)
-
+        units = [Build(_read(name), self._context.gpu.capability, compiler) for name in names]
         with ThreadPoolExecutor(min(COMPILE_THREADS, len(names))) as threads:
-            return list(threads.map(make, names))
+            found = list(threads.map(self._cache.load, [unit.key for unit in units]))
+            absent = found.count(None)
+            if absent and compiling is not None:
+                compiling(absent)
+            made = threads.map(lambda unit, cubin: cubin or unit.run(self._cache), units, found)
+            return list(zip(names, made, strict=True))
 
     def _load(self, name: _UnitName, cubin: Cubin) -> Any:
         self._context.enter()

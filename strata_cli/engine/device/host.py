@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Self
 
 import numpy as np
@@ -66,6 +66,10 @@ class HostDevice:
     def has_async_copy(self) -> bool:
         return False
 
+    @property
+    def has_own_memory(self) -> bool:
+        return False
+
     def memory(self) -> MemoryInfo:
         return host_memory()
 
@@ -88,7 +92,9 @@ class HostDevice:
         view.flags.writeable = False
         return self._own(HostBuffer(view, Home.PAGEABLE))
 
-    def prepare(self, kernels: Iterable[Kernel]) -> None:
+    def prepare(
+        self, kernels: Iterable[Kernel], compiling: Callable[[int], None] | None = None
+    ) -> None:
         """Nothing to do: numba compiles a kernel at its first call, for the types it then sees."""
 
     def stream(self, name: str) -> HostStream:

@@ -226,13 +226,18 @@ def _unpack(data: bytes) -> Cubin | None:
     return Cubin(body[8 + length :], json.loads(body[8 : 8 + length]))
 
 
-def build(unit: Unit, capability: tuple[int, int], compiler: Compiler, cache: CubinCache) -> Cubin:
-    """The unit's machine code, from the cache or compiled and kept there."""
-    architecture = target(capability)
-    key = cache_key(unit, architecture, compiler.version)
-    cubin = cache.load(key)
-    if cubin is None:
-        logger.debug("compiling %s for %s", unit.name, architecture)
-        cubin = compiler.compile(unit, architecture)
-        cache.store(key, cubin)
-    return cubin
+class Build:
+    """One unit to be made for one GPU, and the key that its machine code is kept under."""
+
+    def __init__(self, unit: Unit, capability: tuple[int, int], compiler: Compiler) -> None:
+        self._unit = unit
+        self._architecture = target(capability)
+        self._compiler = compiler
+        self.key = cache_key(unit, self._architecture, compiler.version)
+
+    def run(self, cache: CubinCache) -> Cubin:
+        """Compiles, and keeps the result in the cache."""
+        logger.debug("compiling %s for %s", self._unit.name, self._architecture)
+        cubin = self._compiler.compile(self._unit, self._architecture)
+        cache.store(self.key, cubin)
+        return cubin
