@@ -1,0 +1,206 @@
+"""A device that only takes notes: what would be allocated, and which kernels would be launched.
+
+Whatever sizes itself by what a model needs runs the real code on paper first, so the two cannot
+disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import (
+    Device,
+    Event,
+    Graph,
+    Home,
+    Kernel,
+    KernelArgument,
+    Launch,
+    MemoryInfo,
+    Stream,
+    Tensor,
+)
+
+GRANULE_BYTES = 512  # what a GPU's memory is handed out in
+_SPACING = 1 << 40  # between buffers, so that every window of one is aligned as on a real device
+
+
+class PaperBuffer:
+    """A size and an address that nothing lies behind."""
+
+    def __init__(self, home: Home, nbytes: int, address: int) -> None:
+        self.home = home
+        self.nbytes = nbytes
+        self.address = address
+
+    @property
+    def host_bytes(self) -> NDArray[np.uint8] | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class PaperDevice:
+    """Stands in for a device with memory of its own.
+
+    Args:
+        device: whose name and memory it tells.
+        stream: of that device; kernels are chosen as they would be there.
+
+    Attributes:
+        device_bytes: allocated so far; what is closed still counts.
+        pinned_bytes: the same of page-locked host memory.
+        kernels: launched so far, each once, in order.
+    """
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self._device = device
+        self._stream = stream
+        self._next_address = _SPACING
+        self.device_bytes = 0
+        self.pinned_bytes = 0
+        self.kernels: dict[Kernel, None] = {}
+
+    @property
+    def name(self) -> str:
+        return self._device.name
+
+    @property
+    def has_async_copy(self) -> bool:
+        return self._device.has_async_copy
+
+    @property
+    def has_own_memory(self) -> bool:
+        return True
+
+    def memory(self) -> MemoryInfo:
+        return self._device.memory()
+
+    def allocate(self, nbytes: int) -> PaperBuffer:
+        self.device_bytes += -(-max(nbytes, 1) // GRANULE_BYTES) * GRANULE_BYTES
+        return self.uncounted(Home.DEVICE)
+
+    def allocate_pinned(self, nbytes: int) -> PaperBuffer:
+        self.pinned_bytes += nbytes
+        return self.uncounted(Home.PINNED)
+
+    def uncounted(self, home: Home) -> PaperBuffer:
+        """A buffer without end, for finding out how much of it will be used."""
+        self._next_address += _SPACING
+        return PaperBuffer(home, _SPACING, self._next_address)
+
+    def wrap(self, data: NDArray[np.uint8]) -> PaperBuffer:
+        return self.uncounted(Home.PAGEABLE)
+
+    def resident(self, data: NDArray[np.uint8]) -> PaperBuffer:
+        return self.allocate(data.size)
+
+    def prepare(
+        self, kernels: Iterable[Kernel], compiling: Callable[[int], None] | None = None
+    ) -> None:
+        self.kernels.update(dict.fromkeys(kernels))
+
+    def stream(self, name: str) -> PaperStream:
+        return PaperStream(name, self._stream, self.kernels)
+
+    def event(self, *, timing: bool = False) -> PaperEvent:
+        return PaperEvent()
+
+    def synchronize(self) -> None:
+        """Nothing runs."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class PaperEvent:
+    """A point that is always reached."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing runs."""
+
+    def elapsed_ms(self, start: Event) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class PaperGraph:
+    """Nothing, recorded."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class PaperStream:
+    """Notes the kernels of launches, and does nothing else."""
+
+    def __init__(self, name: str, like: Stream, kernels: dict[Kernel, None]) -> None:
+        self._name = name
+        self._like = like
+        self._kernels = kernels
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._like.shared_bytes
+
+    def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
+        if launch.items:
+            self._kernels[kernel] = None
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """Nothing is there to copy."""
+
+    def copy_many(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Nothing is there to copy."""
+
+    def fill(self, dst: Tensor, byte: int) -> None:
+        """Nothing is there to fill."""
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Does not call it."""
+
+    def record(self, event: Event) -> None:
+        """Every point is reached."""
+
+    def wait(self, event: Event) -> None:
+        """Every point is reached."""
+
+    def synchronize(self) -> None:
+        """Nothing runs."""
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        yield PaperGraph()
+
+    def replay(self, graph: Graph) -> None:
+        """Its kernels were noted when it was captured."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
