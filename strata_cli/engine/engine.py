@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.decode.step import Decoder
-from strata_cli.engine.device import open_device
+from strata_cli.engine.device import RESERVE_BYTES, open_device
 from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.forward.layers import Forward
+from strata_cli.engine.forward.loading import (
+    DEFAULT_HOMES,
+    Homes,
+    Notice,
+    Progress,
+    load_weights,
+)
+from strata_cli.engine.forward.outline import Sizes, auto_chunk_tokens
 from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash, new_state
-from strata_cli.engine.forward.weights import load_weights
 from strata_cli.engine.forward.workspace import Workspace
 from strata_cli.engine.kernels.jit import IS_COLD
 from strata_cli.engine.model.chat_template import ChatTemplate
@@ -27,11 +34,9 @@ from strata_cli.engine.model.tokenizer import Tokenizer
 from strata_cli.engine.prefill.chunks import Wanted, prefill
 from strata_cli.errors import InputError, StateError
 
-Progress: TypeAlias = Callable[[int, int], None]
+logger = logging.getLogger(__name__)
 
 AUTO_CONTEXT_TOKENS = 32_768
-AUTO_PREFILL_TOKENS = 512
-LOGIT_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,10 @@ class EngineOptions:
         device: "auto", "host" or "cuda:N".
         threads: host threads that compute, 0 = every core this process may use.
         max_context: tokens a sequence may hold, 0 = the model's own, at most 32,768.
-        prefill: prompt chunk in tokens, 0 = 512.
+        prefill: prompt chunk in tokens, 0 = 512, on a GPU up to 4,096 where memory allows.
+        vram_bytes: hard cap on device memory of a GPU, 0 = what is free, less the reserve.
+        vram_reserve_bytes: what is then left to others.
+        homes: where experts and the n-gram table are wanted.
         will_chat: start the chat template's process now, so that the first chat need not wait.
     """
 
@@ -52,6 +60,9 @@ class EngineOptions:
     threads: int = 0
     max_context: int = 0
     prefill: int = 0
+    vram_bytes: int = 0
+    vram_reserve_bytes: int = RESERVE_BYTES
+    homes: Homes = DEFAULT_HOMES
     will_chat: bool = False
 
 
@@ -97,7 +108,7 @@ class Engine:
         cls,
         options: EngineOptions,
         progress: Progress | None = None,
-        notice: Callable[[str], None] | None = None,
+        notice: Notice | None = None,
     ) -> Self:
         """Load a model.
 
@@ -113,7 +124,7 @@ class Engine:
         """
         with ExitStack() as resources:
             model = resources.enter_context(load_model_file(options.model))
-            device = resources.enter_context(open_device(options.device, threads=options.threads))
+            device = resources.enter_context(_open_device(options))
             if IS_COLD and notice is not None and device.name == "host":
                 notice("compiling kernels for this processor; later starts find them in the cache")
             tokenizer = Tokenizer.from_metadata(model.metadata)
@@ -122,27 +133,28 @@ class Engine:
                 resources.callback(chat_template.close)
                 if options.will_chat:
                     chat_template.start()
-            context_tokens = _context_tokens(model.spec, options.max_context)
-            chunk_tokens = min(options.prefill or AUTO_PREFILL_TOKENS, context_tokens)
             stream = device.stream("compute")
-            weights = load_weights(model, device, context_tokens, progress)
+            sizes = _sizes(model.spec, device, stream, options)
+            weights = load_weights(model, device, stream, sizes, options.homes, progress, notice)
             resources.callback(weights.close)
-            logit_rows = min(LOGIT_ROWS, chunk_tokens)
-            workspace = Workspace(model.spec, device, chunk_tokens, logit_rows)
+            workspace = Workspace(model.spec, device, sizes.chunk_tokens, sizes.logit_rows)
             resources.callback(workspace.close)
             port = RowPort(device, stream, workspace)
             resources.callback(port.close)
             resources.callback(stream.close)
+            forward = Forward(model.spec, weights, workspace, stream)
+            name = model.spec.name or options.model.stem
+            logger.info("%s on %s: context %d tokens, chunks of %d", name, device.name, *sizes)
             return cls(
                 spec=model.spec,
-                model_name=model.spec.name or options.model.stem,
+                model_name=name,
                 tokenizer=tokenizer,
                 chat_template=chat_template,
                 device=device,
                 stream=stream,
-                forward=Forward(model.spec, weights, workspace, stream),
+                forward=forward,
                 port=port,
-                context_tokens=context_tokens,
+                context_tokens=sizes.context_tokens,
                 resources=resources.pop_all(),
             )
 
@@ -317,6 +329,22 @@ class Sequence:
                 f"{self.position + len(ids)} tokens do not fit the context of {context}",
                 hint="shorten the prompt or raise --max-context",
             )
+
+
+def _open_device(options: EngineOptions) -> Device:
+    return open_device(
+        options.device,
+        threads=options.threads,
+        vram_bytes=options.vram_bytes,
+        vram_reserve_bytes=options.vram_reserve_bytes,
+    )
+
+
+def _sizes(spec: ModelSpec, device: Device, stream: Stream, options: EngineOptions) -> Sizes:
+    context_tokens = _context_tokens(spec, options.max_context)
+    if options.prefill:
+        return Sizes(context_tokens, min(options.prefill, context_tokens))
+    return Sizes(context_tokens, auto_chunk_tokens(spec, device, stream, context_tokens))
 
 
 def _context_tokens(spec: ModelSpec, wanted: int) -> int:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Tensor
+from strata_cli.engine.experts.placing import ExpertHome, Stores, place_experts
 from strata_cli.engine.kernels.weight import WeightLayout
 from strata_cli.engine.model.gguf import TensorInfo
 from strata_cli.engine.model.tensors import ModelFile
-
-Place: TypeAlias = Callable[[TensorInfo], Tensor]
-Upload: TypeAlias = Callable[[NDArray[np.generic]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +35,26 @@ class ExpertMatrices:
     down: ExpertMatrix
 
 
-def load_experts(model: ModelFile, layer: int, place: Place, upload: Upload) -> ExpertMatrices:
+def load_experts(model: ModelFile, layer: int, home: ExpertHome, stores: Stores) -> ExpertMatrices:
     """Place a layer's expert tensors and tabulate the address of every expert.
 
     A fused gate_up tensor holds, per expert, the gate rows and then the up rows.
     """
     prefix = f"blk.{layer}."
-    down = _whole(model.tensor(prefix + "ffn_down_exps.weight"), place, upload)
+    down = _whole(model.tensor(prefix + "ffn_down_exps.weight"), home, stores)
     fused_name = prefix + "ffn_gate_up_exps.weight"
     if fused_name in model.tensors:
-        fused = _whole(model.tensor(fused_name), place, upload)
-        gate, up = _halves(fused)
+        gate, up = _halves(_whole(model.tensor(fused_name), home, stores))
     else:
-        gate = _whole(model.tensor(prefix + "ffn_gate_exps.weight"), place, upload)
-        up = _whole(model.tensor(prefix + "ffn_up_exps.weight"), place, upload)
+        gate = _whole(model.tensor(prefix + "ffn_gate_exps.weight"), home, stores)
+        up = _whole(model.tensor(prefix + "ffn_up_exps.weight"), home, stores)
     return ExpertMatrices(gate, up, down)
 
 
-def _whole(info: TensorInfo, place: Place, upload: Upload) -> ExpertMatrix:
+def _whole(info: TensorInfo, home: ExpertHome, stores: Stores) -> ExpertMatrix:
     num_experts, rows, cols = info.shape
-    expert_bytes = info.data.nbytes // num_experts
-    address = place(info).address
-    blobs = upload(np.arange(num_experts, dtype=np.int64) * expert_bytes + address)
+    addresses = place_experts(info, home, stores)
+    blobs = stores.device.add((num_experts,), np.int64, lambda: addresses)
     return ExpertMatrix(blobs, WeightLayout(info.qtype, rows, cols, 0))
 
 

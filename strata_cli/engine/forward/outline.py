@@ -1,0 +1,126 @@
+"""What a model will need of a device: bytes and kernels, found by running it on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from strata_cli.engine.device.arena import Arena
+from strata_cli.engine.device.base import Device, Home, Kernel, Stream
+from strata_cli.engine.device.paper import PaperDevice
+from strata_cli.engine.experts.placing import Stores
+from strata_cli.engine.forward.layers import Batch, Forward, Segment
+from strata_cli.engine.forward.placing import Placement, place_weights
+from strata_cli.engine.forward.state import new_state
+from strata_cli.engine.forward.workspace import Workspace
+from strata_cli.engine.model.spec import ModelSpec
+from strata_cli.engine.model.tensors import ModelFile
+
+LOGIT_ROWS = 128  # most rows of logits computed at a time
+CHUNKS = (4096, 2048, 1024, 512)
+CHUNK_WITHOUT_OWN_MEMORY = 512
+WORKSPACE_SHARE = 8  # at most one such part of the free memory is for a chunk's workspace
+
+
+class Sizes(NamedTuple):
+    """What memory is allocated for.
+
+    Attributes:
+        context_tokens: most tokens of a sequence.
+        chunk_tokens: most tokens of a pass.
+    """
+
+    context_tokens: int
+    chunk_tokens: int
+
+    @property
+    def logit_rows(self) -> int:
+        """Most rows of logits of one product."""
+        return min(LOGIT_ROWS, self.chunk_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes of memory.
+
+    Attributes:
+        weights: of the device, for weights.
+        mapped: of page-locked host memory, for weights.
+        workspace: of the device, for a pass.
+        state: of the device, for one sequence.
+    """
+
+    weights: int
+    mapped: int
+    workspace: int
+    state: int
+
+    @property
+    def device(self) -> int:
+        """All that the device must have."""
+        return self.weights + self.workspace + self.state
+
+
+def auto_chunk_tokens(spec: ModelSpec, device: Device, stream: Stream, context_tokens: int) -> int:
+    """The largest chunk whose workspace leaves the memory to weights and context."""
+    if not device.has_own_memory:
+        return min(CHUNK_WITHOUT_OWN_MEMORY, context_tokens)
+    most_bytes = device.memory().free_bytes // WORKSPACE_SHARE
+    for chunk_tokens in CHUNKS[:-1]:
+        sizes = Sizes(context_tokens, min(chunk_tokens, context_tokens))
+        if _workspace_bytes(spec, PaperDevice(device, stream), sizes) <= most_bytes:
+            return sizes.chunk_tokens
+    return min(CHUNKS[-1], context_tokens)
+
+
+class Outline:
+    """A model of given sizes and placement, on paper. Allocates and reads nothing.
+
+    Attributes:
+        needs: the bytes it will take.
+    """
+
+    def __init__(
+        self, model: ModelFile, device: Device, stream: Stream, sizes: Sizes, placement: Placement
+    ) -> None:
+        self._spec = model.spec
+        self._sizes = sizes
+        self._paper = PaperDevice(device, stream)
+        arenas = [Arena(self._paper.uncounted(home)) for home in (Home.DEVICE, Home.PINNED)]
+        self._weights = place_weights(model, Stores(*arenas), placement, sizes.context_tokens)
+        self.needs = Needs(
+            weights=arenas[0].used_bytes,
+            mapped=arenas[1].used_bytes,
+            workspace=_workspace_bytes(self._spec, self._paper, sizes),
+            state=_state_bytes(self._spec, self._paper, sizes),
+        )
+
+    def kernels(self) -> Iterator[Kernel]:
+        """What passes of one token, of a chunk and of sizes between them launch."""
+        sizes, stream = self._sizes, self._paper.stream("outline")
+        workspace = Workspace(self._spec, self._paper, sizes.chunk_tokens, sizes.logit_rows)
+        state = new_state(self._spec, self._paper, stream, sizes.context_tokens)
+        forward = Forward(self._spec, self._weights, workspace, stream)
+        for num_tokens in _pass_sizes(sizes.chunk_tokens):
+            forward.run(Batch(num_tokens, (Segment(state, 0, num_tokens),)))
+            forward.head(0, min(num_tokens, sizes.logit_rows))
+        yield from self._paper.kernels
+
+
+def _pass_sizes(chunk_tokens: int) -> list[int]:
+    """One token, powers of two, and whole chunks: kernels are chosen by size, coarsely."""
+    powers = [1 << exponent for exponent in range(5, 16)]
+    return [1, *(power for power in powers if 1 < power < chunk_tokens), chunk_tokens]
+
+
+def _workspace_bytes(spec: ModelSpec, paper: PaperDevice, sizes: Sizes) -> int:
+    before = paper.device_bytes
+    Workspace(spec, paper, sizes.chunk_tokens, sizes.logit_rows)
+    return paper.device_bytes - before
+
+
+def _state_bytes(spec: ModelSpec, paper: PaperDevice, sizes: Sizes) -> int:
+    before = paper.device_bytes
+    new_state(spec, paper, paper.stream("outline"), sizes.context_tokens)
+    return paper.device_bytes - before
