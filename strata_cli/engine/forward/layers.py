@@ -27,7 +27,7 @@ from strata_cli.engine.kernels import attention as attention_kernels
 from strata_cli.engine.kernels import gdn as gdn_kernels
 from strata_cli.engine.kernels import hyper, indexer, moe, ngram, rope
 from strata_cli.engine.kernels.embed import embed_streams
-from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
+from strata_cli.engine.kernels.matmul import FEW_TOKENS, grouped_matmul, matmul, round_rows
 from strata_cli.engine.model.spec import ModelSpec
 
 
@@ -93,7 +93,7 @@ class Forward:
         x = self.workspace.take("x", stop).rows(start, stop)
         y, _ = self._read(self.weights.final_read, x)
         logits = self.workspace.take("logits", stop - start)
-        matmul(self.stream, y, self.weights.head, logits)
+        matmul(self.stream, y, self.weights.head, logits, self._rounded(y))
         return logits
 
     def _read(self, weights: ReadWeights, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,22 +101,35 @@ class Forward:
         normed, low, gate = take("normed", num), take("low", num), take("stream_gate", num)
         y, inject = take("y", num), take("inject", num)
         hyper.stream_norm(stream, x, weights.norm, self.spec.rms_eps, normed)
-        matmul(stream, normed, weights.down, low)
-        hyper.lowrank_silu(stream, low, self.spec.num_streams)
-        matmul(stream, low, weights.up, gate)
-        hyper.stream_mix(stream, gate, normed, y)
+        rounded = self._rounded(normed)
+        matmul(stream, normed, weights.down, low, rounded)
         if weights.inject is not None:
-            matmul(stream, normed, weights.inject, inject)
+            matmul(stream, normed, weights.inject, inject, rounded)
+        hyper.lowrank_silu(stream, low, self.spec.num_streams)
+        matmul(stream, low, weights.up, gate, self._rounded(low))
+        hyper.stream_mix(stream, gate, normed, y)
         return y, inject
+
+    def _rounded(self, x: Tensor) -> Tensor | None:
+        """Enqueue x [T, K] as f16 for the products of many rows; None where there are only few.
+
+        Every call overwrites the one before: use it up first.
+        """
+        if x.shape[0] <= FEW_TOKENS:
+            return None
+        rounded = self.workspace.take_shaped("rounded", *x.shape)
+        round_rows(self.stream, x, rounded)
+        return rounded
 
     def _gdn(self, index: int, weights: GdnWeights, batch: Batch, y: Tensor) -> Tensor:
         take, num, stream = self.workspace.take, batch.num_tokens, self.stream
         qkv, conv, z = take("qkv", num), take("conv", num), take("z", num)
         alpha, beta, delta = take("alpha", num), take("beta", num), take("delta", num)
-        matmul(stream, y, weights.qkv, qkv)
-        matmul(stream, y, weights.gate, z)
-        matmul(stream, y, weights.alpha, alpha)
-        matmul(stream, y, weights.beta, beta)
+        rounded = self._rounded(y)
+        matmul(stream, y, weights.qkv, qkv, rounded)
+        matmul(stream, y, weights.gate, z, rounded)
+        matmul(stream, y, weights.alpha, alpha, rounded)
+        matmul(stream, y, weights.beta, beta, rounded)
         for segment in batch.segments:
             state = segment.state.layers[index]
             assert isinstance(state, GdnState)
@@ -138,7 +151,7 @@ class Forward:
             )
         gated, out = take("gated", num), take("out", num)
         gdn_kernels.gated_norm(stream, delta, z, weights.norm, self.spec.rms_eps, gated)
-        matmul(stream, gated, weights.out, out)
+        matmul(stream, gated, weights.out, out, self._rounded(gated))
         return out
 
     def _attention(self, index: int, weights: AttentionWeights, batch: Batch, y: Tensor) -> Tensor:
@@ -151,14 +164,15 @@ class Forward:
         positions, table = take("positions", num), self.weights.rope
         q_gate, q = take("q_gate", num), take("q", num)
         k_raw, k, v = take("k_raw", num), take("k", num), take("v", num)
-        matmul(stream, y, weights.q, _flat(q_gate))
-        matmul(stream, y, weights.k, _flat(k_raw))
-        matmul(stream, y, weights.v, v)
+        rounded = self._rounded(y)
+        matmul(stream, y, weights.q, _flat(q_gate), rounded)
+        matmul(stream, y, weights.k, _flat(k_raw), rounded)
+        matmul(stream, y, weights.v, v, rounded)
         rope.head_norm_rope(stream, q_gate, weights.q_norm, table, positions, eps, q)
         rope.head_norm_rope(stream, k_raw, weights.k_norm, table, positions, eps, k)
         ratio = self.spec.index_ratio[index]
         if ratio:
-            self._index_queries(weights.indexer, positions, y)
+            self._index_queries(weights.indexer, positions, y, rounded)
         attended, out = take("attended", num), take("out", num)
         for segment in batch.segments:
             state = segment.state.layers[index]
@@ -180,17 +194,19 @@ class Forward:
                 ratio,
                 _rows(attended, part),
             )
-        matmul(stream, attended, weights.out, out)
+        matmul(stream, attended, weights.out, out, self._rounded(attended))
         return out
 
-    def _index_queries(self, weights: IndexerWeights, positions: Tensor, y: Tensor) -> None:
+    def _index_queries(
+        self, weights: IndexerWeights, positions: Tensor, y: Tensor, rounded: Tensor | None
+    ) -> None:
         take, num, stream = self.workspace.take, y.shape[0], self.stream
         raw, queries = take("index_q_raw", num), take("index_q", num)
-        matmul(stream, y, weights.q, _flat(raw))
+        matmul(stream, y, weights.q, _flat(raw), rounded)
         rope.head_norm_rope(
             stream, raw, weights.q_norm, self.weights.rope, positions, self.spec.rms_eps, queries
         )
-        matmul(stream, y, weights.k, take("index_k", num))
+        matmul(stream, y, weights.k, take("index_k", num), rounded)
 
     def _select(
         self,
@@ -233,31 +249,39 @@ class Forward:
         matmul(stream, y, weights.router, router)
         moe.route(stream, router, ids, ranks)
         moe.order_by_expert(stream, ids, start, row_of, pair_of)
-        expert_out = self._routed(weights.experts, y, row_of, start, pairs)
         shared_out, shared_logit = take("shared_out", num), take("shared_logit", num)
         gate, up = take("shared_gate", num), take("shared_up", num)
-        matmul(stream, y, weights.shared_logit, shared_logit)
-        matmul(stream, y, weights.shared_gate, gate)
-        matmul(stream, y, weights.shared_up, up)
+        rounded = self._rounded(y)
+        matmul(stream, y, weights.shared_logit, shared_logit, rounded)
+        matmul(stream, y, weights.shared_gate, gate, rounded)
+        matmul(stream, y, weights.shared_up, up, rounded)
+        expert_out = self._routed(weights.experts, y, rounded, row_of, start, pairs)
         moe.swiglu(stream, gate, up, gate)
-        matmul(stream, gate, weights.shared_down, shared_out)
+        matmul(stream, gate, weights.shared_down, shared_out, self._rounded(gate))
         out = take("out", num)
         moe.combine(stream, expert_out, pair_of, ranks, shared_out, shared_logit, out)
         return out
 
     def _routed(
-        self, experts: ExpertMatrices, y: Tensor, row_of: Tensor, start: Tensor, pairs: int
+        self,
+        experts: ExpertMatrices,
+        y: Tensor,
+        rounded: Tensor | None,
+        row_of: Tensor,
+        start: Tensor,
+        pairs: int,
     ) -> Tensor:
         stream, width = self.stream, experts.gate.layout.rows
         gate = self.workspace.take_shaped("expert_gate", pairs, width)
         up = self.workspace.take_shaped("expert_up", pairs, width)
         out = self.workspace.take("expert_out", pairs)
         blobs, layout = experts.gate.blobs, experts.gate.layout
-        grouped_matmul(stream, y, blobs, layout, row_of, start, gate)
-        grouped_matmul(stream, y, experts.up.blobs, experts.up.layout, row_of, start, up)
+        grouped_matmul(stream, y, blobs, layout, row_of, start, gate, rounded)
+        grouped_matmul(stream, y, experts.up.blobs, experts.up.layout, row_of, start, up, rounded)
         moe.swiglu(stream, gate, up, gate)
         down, in_order = experts.down, self.workspace.numbers(pairs)
-        grouped_matmul(stream, gate, down.blobs, down.layout, in_order, start, out)
+        rounded = self._rounded(gate)
+        grouped_matmul(stream, gate, down.blobs, down.layout, in_order, start, out, rounded)
         return out
 
     def _ngram(self, weights: NgramWeights, batch: Batch, x: Tensor) -> None:
@@ -279,8 +303,9 @@ class Forward:
         embedding, key = take("ngram_embedding", num), take("ngram_key", num)
         value, gated = take("ngram_value", num), take("ngram_gated", num)
         ngram.gather_rows(stream, rows, weights.table, embedding)
-        matmul(stream, embedding, weights.key, key)
-        matmul(stream, embedding, weights.value, value)
+        rounded = self._rounded(embedding)
+        matmul(stream, embedding, weights.key, key, rounded)
+        matmul(stream, embedding, weights.value, value, rounded)
         ngram.ngram_gate(stream, key, value, x, weights.norm_key, weights.norm_query, eps, gated)
         for segment in batch.segments:
             part = slice(segment.start, segment.stop)

@@ -33,12 +33,23 @@ def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scra
     pairs = num_tokens * spec.num_experts_per_tok
     width = max(spec.moe_intermediate_size)
     blocks = max((spec.indexer_budget_tokens // r for r in spec.index_ratio if r), default=1)
+    embedding = 0 if spec.ngram is None else spec.ngram.num_heads * spec.ngram.row_width
+    # What is multiplied with one token: its own rows, or those of its experts side by side.
+    widest = max(
+        wide,
+        values,
+        heads * spec.head_dim,
+        embedding,
+        spec.num_experts_per_tok * width,
+        spec.shared_intermediate_size,
+    )
     t, i32 = num_tokens, np.int32
     plan = [
         Scratch("ids", t, (), i32),
         Scratch("positions", t, (), i32),
         Scratch("x", t, (streams, hidden)),
         Scratch("normed", t, (wide,)),
+        Scratch("rounded", t, (widest,), np.float16),
         Scratch("low", t, (spec.stream_rank,)),
         Scratch("stream_gate", t, (wide,)),
         Scratch("y", t, (hidden,)),
