@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from strata_cli.engine.device.host import HostDevice
 from strata_cli.engine.device.paper import PaperDevice
 from strata_cli.engine.device.transfer import download
 from strata_cli.errors import DeviceError, ShapeError
+from tests.device.gates import standing_at
 
 PIECE = 8_192
 
@@ -63,6 +65,27 @@ def test_tensors_arrive_whole(device: Device, stream: Stream, home: str) -> None
             for tensor, array in zip(tensors, arrays, strict=True):
                 assert tensor.address % ALIGNMENT_BYTES == 0
                 np.testing.assert_array_equal(download(device, stream, tensor), array)
+
+
+def test_a_slot_is_filled_again_only_after_its_copy(
+    monkeypatch: pytest.MonkeyPatch, device: Device
+) -> None:
+    """The first copy is held up for so long that all other pieces could have been read."""
+    make_stream = device.stream
+
+    def held_stream(name: str) -> Stream:
+        stream = make_stream(name)
+        stream.call(standing_at(threading.Event(), 0.2))
+        return stream
+
+    arrays = arrays_of([PIECE * 3 * filling.NUM_SLOTS])
+    with room_for(device, arrays, "device") as buffer:
+        arena = Arena(buffer)
+        (tensor,) = add_all(arena, arrays)
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "stream", held_stream)
+            fill(device, arena, ignore)
+        np.testing.assert_array_equal(download(device, device.stream("t"), tensor), arrays[0])
 
 
 @settings(max_examples=40)

@@ -1,4 +1,4 @@
-"""One tiny model for everything that is about sequences."""
+"""One tiny model for everything that is about sequences, on every device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from strata_cli.engine.device import open_device
 from strata_cli.engine.engine import Engine
+from strata_cli.errors import ConfigError
 from tests.engine.readings import CONTEXT, TEXT, Reading, Truth, open_engine, read_in_parts
 from tests.model.tiny_model import write_tiny_model
 
@@ -21,9 +23,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.fixture(scope="session", params=["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device_name(request: pytest.FixtureRequest) -> str:
+    """A device that is there."""
+    name: str = request.param
+    try:
+        open_device(name).close()
+    except ConfigError as error:
+        pytest.skip(f"no {name}: {error.message}")
+    return name
+
+
 @pytest.fixture(scope="session")
-def engine(model: Path) -> Iterator[Engine]:
-    with open_engine(model) as engine:
+def engine(model: Path, device_name: str) -> Iterator[Engine]:
+    with open_engine(model, device=device_name) as engine:
         yield engine
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.forward.loading import DEFAULT_HOMES, Homes
 from strata_cli.engine.forward.state import StateHash
 from tests.engine.strategies import EOS
 
@@ -24,10 +25,23 @@ class Reading:
     state: StateHash
 
 
-def open_engine(path: Path, *, prefill: int = 0, threads: int = 2, context: int = 0) -> Engine:
+def open_engine(
+    path: Path,
+    *,
+    device: str = "host",
+    prefill: int = 0,
+    threads: int = 2,
+    context: int = 0,
+    homes: Homes = DEFAULT_HOMES,
+) -> Engine:
     return Engine.open(
         EngineOptions(
-            model=path, device="host", prefill=prefill, threads=threads, max_context=context
+            model=path,
+            device=device,
+            prefill=prefill,
+            threads=threads,
+            max_context=context,
+            homes=homes,
         )
     )
 

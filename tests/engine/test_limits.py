@@ -17,9 +17,10 @@ from tests.engine.strategies import VOCAB
 SMALL_CONTEXT = 37
 
 
-def test_a_full_context_takes_no_more(model: Path, truth: Truth) -> None:
+def test_a_full_context_takes_no_more(model: Path, device_name: str, truth: Truth) -> None:
     ids = TEXT[:SMALL_CONTEXT]
-    with open_engine(model, context=SMALL_CONTEXT) as engine, engine.sequence() as sequence:
+    opened = open_engine(model, device=device_name, context=SMALL_CONTEXT)
+    with opened as engine, engine.sequence() as sequence:
         assert engine.context_tokens == SMALL_CONTEXT
         with pytest.raises(InputError, match="38 tokens do not fit the context of 37") as caught:
             sequence.prefill([*ids, 1])
@@ -31,9 +32,12 @@ def test_a_full_context_takes_no_more(model: Path, truth: Truth) -> None:
         assert sequence.state_hash() == truth(ids).state
 
 
-def test_the_last_place_of_a_context_can_be_stepped_into(model: Path, truth: Truth) -> None:
+def test_the_last_place_of_a_context_can_be_stepped_into(
+    model: Path, device_name: str, truth: Truth
+) -> None:
     ids = TEXT[:SMALL_CONTEXT]
-    with open_engine(model, context=SMALL_CONTEXT) as engine, engine.sequence() as sequence:
+    opened = open_engine(model, device=device_name, context=SMALL_CONTEXT)
+    with opened as engine, engine.sequence() as sequence:
         sequence.prefill(ids[:-1])
         assert np.array_equal(sequence.step(ids[-1]), truth(ids).logits)
 
@@ -88,8 +92,8 @@ def test_a_closed_sequence_says_so(engine: Engine) -> None:
             use()
 
 
-def test_a_closed_engine_says_so(model: Path) -> None:
-    engine = open_engine(model)
+def test_a_closed_engine_says_so(model: Path, device_name: str) -> None:
+    engine = open_engine(model, device=device_name)
     sequence, unused = engine.sequence(), engine.sequence()
     uses = uses_of(sequence)
     engine.close()

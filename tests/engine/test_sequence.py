@@ -20,8 +20,10 @@ COMPONENTS = ("gdn", "ple", "tail", "pooled", "kv", "ple_prev")
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64, 192, 1024])
-def test_the_chunk_does_not_change_a_bit(model: Path, whole: Reading, chunk: int) -> None:
-    with open_engine(model, prefill=chunk) as engine:
+def test_the_chunk_does_not_change_a_bit(
+    model: Path, device_name: str, whole: Reading, chunk: int
+) -> None:
+    with open_engine(model, device=device_name, prefill=chunk) as engine:
         assert engine.chunk_tokens == chunk
         assert_same(read_in_parts(engine, [TEXT]), whole)
 
@@ -40,16 +42,18 @@ def test_any_cuts_do_not_change_a_bit(engine: Engine, whole: Reading, sizes: lis
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_number_of_threads_does_not_change_a_bit(
-    model: Path, whole: Reading, threads: int
+    model: Path, device_name: str, whole: Reading, threads: int
 ) -> None:
-    with open_engine(model, threads=threads) as engine:
+    with open_engine(model, device=device_name, threads=threads) as engine:
         assert_same(read_in_parts(engine, [TEXT]), whole)
 
 
-def test_the_size_of_the_context_does_not_change_a_bit(model: Path, whole: Reading) -> None:
+def test_the_size_of_the_context_does_not_change_a_bit(
+    model: Path, device_name: str, whole: Reading
+) -> None:
     """The last context ends exactly with the text, inside an index block."""
     assert len(TEXT[:-1]) % 4
-    with open_engine(model, context=len(TEXT) - 1) as engine:
+    with open_engine(model, device=device_name, context=len(TEXT) - 1) as engine:
         reading = read_in_parts(engine, [TEXT[:-1]])
         assert np.array_equal(bits(reading.logits), bits(whole.logits[:-1]))
 

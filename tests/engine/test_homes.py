@@ -1,0 +1,247 @@
+"""Where weights lie: no bit depends on it, and what does not fit says so before it is loaded."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strata_cli.engine import engine as engine_module
+from strata_cli.engine.device.base import Device, Kernel, MemoryInfo
+from strata_cli.engine.device.host import HostDevice
+from strata_cli.engine.device.host_memory import HostBuffer
+from strata_cli.engine.device.host_stream import HostStream
+from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.experts.placing import ExpertHome
+from strata_cli.engine.forward.loading import Homes, TableHome
+from strata_cli.engine.forward.outline import Needs, Outline, Sizes, auto_chunk_tokens
+from strata_cli.engine.forward.placing import Placement
+from strata_cli.engine.model.tensors import load_model_file
+from strata_cli.errors import DeviceError, OutOfMemory
+from tests.engine.readings import TEXT, Reading, assert_same, open_engine, read_in_parts
+
+SIZES = Sizes(context_tokens=300, chunk_tokens=64)
+DEFAULT_PLACEMENT = Placement()
+MAPPED_TABLE = Placement(is_table_mapped=True)
+
+
+@pytest.fixture(scope="module")
+def host_reading(model: Path) -> Reading:
+    """Every token of TEXT, read on the host."""
+    with open_engine(model) as engine:
+        return read_in_parts(engine, [TEXT])
+
+
+@pytest.mark.parametrize("table", [TableHome.DEVICE, TableHome.MAPPED])
+@pytest.mark.parametrize("experts", ExpertHome)
+def test_no_bit_depends_on_where_weights_lie(
+    model: Path, device_name: str, whole: Reading, experts: ExpertHome, table: TableHome
+) -> None:
+    homes = Homes(experts=experts, ngram_table=table)
+    with open_engine(model, device=device_name, homes=homes) as engine:
+        assert_same(read_in_parts(engine, [TEXT]), whole)
+        with engine.sequence() as sequence:
+            logits = np.stack([sequence.step(token) for token in TEXT[:20]])
+            assert np.array_equal(logits, whole.logits[:20])
+
+
+class OwnMemory(HostDevice):
+    """A host that claims to be a device with memory of its own, and keeps accounts.
+
+    Attributes:
+        free_bytes: what it says it has free.
+        given: every buffer of its own memory.
+        pinned_bytes: the sizes of page-locked buffers, in order.
+        prepared: kernels made ready ahead.
+        launched: kernels launched.
+    """
+
+    def __init__(self, free_bytes: int = 1 << 30) -> None:
+        super().__init__(1)
+        self.free_bytes = free_bytes
+        self.given: list[HostBuffer] = []
+        self.pinned_bytes: list[int] = []
+        self.prepared: set[Kernel] = set()
+        self.launched: set[Kernel] = set()
+
+    @property
+    def has_own_memory(self) -> bool:
+        return True
+
+    def memory(self) -> MemoryInfo:
+        return MemoryInfo(self.free_bytes, 1 << 31)
+
+    def allocate(self, nbytes: int) -> HostBuffer:
+        self.given.append(super().allocate(nbytes))
+        return self.given[-1]
+
+    def allocate_pinned(self, nbytes: int) -> HostBuffer:
+        self.pinned_bytes.append(nbytes)
+        return super().allocate_pinned(nbytes)
+
+    def prepare(
+        self, kernels: Iterable[Kernel], compiling: Callable[[int], None] | None = None
+    ) -> None:
+        self.prepared.update(kernels)
+        if compiling is not None:
+            compiling(len(self.prepared))
+
+    def stream(self, name: str) -> HostStream:
+        stream = super().stream(name)
+        launch = stream.launch
+
+        def noted(kernel: Kernel, *args: Any) -> None:
+            self.launched.add(kernel)
+            launch(kernel, *args)
+
+        stream.launch = noted  # type: ignore[assignment, method-assign]  # a note before every launch
+        return stream
+
+
+@pytest.fixture
+def device() -> Iterator[OwnMemory]:
+    with OwnMemory() as device:
+        yield device
+
+
+def needs_of(path: Path, device: Device, placement: Placement = DEFAULT_PLACEMENT) -> Needs:
+    with load_model_file(path) as model:
+        return Outline(model, device, device.stream("outline"), SIZES, placement).needs
+
+
+@contextmanager
+def opened_on(
+    monkeypatch: pytest.MonkeyPatch, path: Path, device: OwnMemory, **more: Any
+) -> Iterator[Engine]:
+    monkeypatch.setattr(engine_module, "open_device", lambda *_, **__: device)
+    options = EngineOptions(
+        model=path, prefill=SIZES.chunk_tokens, max_context=SIZES.context_tokens
+    )
+    with Engine.open(options, **more) as engine:
+        yield engine
+
+
+def test_weights_are_copied_to_a_device_with_memory_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, model: Path, device: OwnMemory, host_reading: Reading
+) -> None:
+    total = needs_of(model, device).weights
+    progress: list[tuple[int, int]] = []
+    notices: list[str] = []
+    more = {"progress": lambda *done: progress.append(done), "notice": notices.append}
+    with opened_on(monkeypatch, model, device, **more) as engine:
+        assert_same(read_in_parts(engine, [TEXT]), host_reading)
+    assert progress[-1] == (total, total)
+    assert progress == sorted(progress)
+    assert any("kernels for" in notice for notice in notices)
+
+
+def test_the_outline_is_what_is_allocated(
+    monkeypatch: pytest.MonkeyPatch, model: Path, device: OwnMemory
+) -> None:
+    needs = needs_of(model, device)
+    assert not device.given
+    with opened_on(monkeypatch, model, device) as engine:
+        of_engine = [buffer.nbytes for buffer in device.given]
+        assert of_engine == [needs.weights, pytest.approx(needs.workspace, abs=20_000)]
+        with engine.sequence():
+            of_state = [-(-buffer.nbytes // 512) * 512 for buffer in device.given[2:]]
+            assert sum(of_state) == needs.state
+
+
+def test_every_kernel_of_a_pass_was_prepared(
+    monkeypatch: pytest.MonkeyPatch, model: Path, device: OwnMemory
+) -> None:
+    with opened_on(monkeypatch, model, device) as engine, engine.sequence() as sequence:
+        device.launched.clear()
+        for length in (1, 2, 31, 33, 64, 100):
+            sequence.prefill(TEXT[:length], logits="all")
+            sequence.reset()
+        sequence.step(5)
+        assert device.launched
+        assert device.launched <= device.prepared
+
+
+def test_what_does_not_fit_is_told_part_by_part_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch, model: Path, device: OwnMemory
+) -> None:
+    device.free_bytes = needs_of(model, device, MAPPED_TABLE).device - 1
+    parts = "need .* weights .* context of 300 tokens .* chunks of 64 tokens .* free .* of 2"
+    with (
+        pytest.raises(OutOfMemory, match=parts.replace(" ", r"[\s(]+")) as caught,
+        opened_on(monkeypatch, model, device),
+    ):
+        pass
+    assert "--max-context" in caught.value.hint
+    assert not device.given
+    assert not device.pinned_bytes
+
+
+def test_the_table_is_mapped_when_it_does_not_fit_beside_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    model: Path,
+    device: OwnMemory,
+    host_reading: Reading,
+) -> None:
+    caplog.set_level(logging.INFO)
+    mapped = needs_of(model, device, MAPPED_TABLE)
+    device.free_bytes = needs_of(model, device).device - 1
+    with opened_on(monkeypatch, model, device) as engine:
+        assert device.pinned_bytes[0] == mapped.mapped > 0
+        assert device.given[0].nbytes == mapped.weights
+        assert_same(read_in_parts(engine, [TEXT]), host_reading)
+    assert "n-gram table stays in host memory" in caplog.text
+
+
+def test_host_memory_too_small_for_the_mapped_weights_is_told(
+    monkeypatch: pytest.MonkeyPatch, model: Path, device: OwnMemory
+) -> None:
+    def refuse(nbytes: int) -> HostBuffer:
+        raise OutOfMemory(f"need {nbytes}")
+
+    monkeypatch.setattr(device, "allocate_pinned", refuse)
+    device.free_bytes = needs_of(model, device).device - 1
+    with (
+        pytest.raises(OutOfMemory, match="stay in host memory do not fit there: need") as caught,
+        opened_on(monkeypatch, model, device),
+    ):
+        pass
+    assert "--vram-bytes" in caught.value.hint
+    assert not device.given
+
+
+def test_an_interrupted_load_gives_everything_back(
+    monkeypatch: pytest.MonkeyPatch, model: Path, device: OwnMemory
+) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    with (
+        pytest.raises(KeyboardInterrupt),
+        opened_on(monkeypatch, model, device, progress=interrupt),
+    ):
+        pass
+    assert device.given
+    for buffer in device.given:
+        with pytest.raises(DeviceError, match="closed"):
+            _ = buffer.address
+    assert set(threading.enumerate()) <= before
+
+
+def test_chunks_grow_with_the_memory(model: Path, device: OwnMemory) -> None:
+    with load_model_file(model) as opened:
+        stream = device.stream("outline")
+        chunks = []
+        for shift in (20, 22, 24, 26, 40):
+            device.free_bytes = 1 << shift
+            chunks.append(auto_chunk_tokens(opened.spec, device, stream, 10_000))
+        assert chunks == sorted(chunks)
+        assert (chunks[0], chunks[-1]) == (512, 4096)
+        assert auto_chunk_tokens(opened.spec, device, stream, 100) == 100
