@@ -15,7 +15,7 @@ from strata_cli.engine.device.host_stream import resolve
 from strata_cli.engine.device.transfer import download, upload
 
 # How far a device may be from a reference in float64, by the type it computes in.
-TOLERANCE = {"float32": (2e-5, 2e-6)}  # relative, absolute
+TOLERANCE = {"float32": (2e-5, 2e-6), "float16": (4e-3, 4e-3)}  # relative, absolute
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class Lab:
     device: Device
     stream: Stream
     skew_bytes: int = 0
+
+    @property
+    def product_type(self) -> str:
+        """What the operands of large products are rounded to: GPUs have tensor cores."""
+        return "float16" if self.device.has_async_copy else "float32"
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike = np.float32) -> Tensor:
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -75,6 +80,8 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> NDArray[np.float32]:
     return values.astype(np.float32)
 
 
-def assert_close(actual: NDArray[Any], expected: NDArray[Any]) -> None:
-    relative, absolute = TOLERANCE["float32"]
+def assert_close(
+    actual: NDArray[Any], expected: NDArray[Any], computed_in: str = "float32"
+) -> None:
+    relative, absolute = TOLERANCE[computed_in]
     np.testing.assert_allclose(actual, expected, rtol=relative, atol=absolute)

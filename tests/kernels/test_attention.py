@@ -40,7 +40,10 @@ class Case(NamedTuple):
         )
 
 
-def run(lab: Lab, case: Case) -> Floats:
+SUMS = 1 << 20  # floats of scratch, enough for any case here
+
+
+def run(lab: Lab, case: Case, sums: int = SUMS) -> Floats:
     *arrays, ratio = case
     out = lab.empty((len(case.q), case.q.shape[1] * case.q.shape[2]))
     q, gate_src, keys, values, positions, selected, num_selected = map(lab.put, arrays)
@@ -54,6 +57,7 @@ def run(lab: Lab, case: Case) -> Floats:
         selected,
         num_selected,
         ratio,
+        lab.empty((sums,)),
         out,
     )
     return lab.get(out)
@@ -120,7 +124,9 @@ def test_attention_matches_numpy(
     seed: int,
 ) -> None:
     case = make(num_tokens, num_kv, group, dim, past, ratio, budget, seed)
-    assert_close(run(lab, case), ATTEND.reference(*case))
+    out = run(lab, case)
+    assert_close(out, ATTEND.reference(*case), lab.product_type)
+    np.testing.assert_array_equal(run(lab, case, sums=0), out)
 
 
 @given(**SHAPES, points=st.lists(st.floats(0, 1), max_size=3))
@@ -164,13 +170,13 @@ def test_many_tokens_are_shared_by_threads_with_the_same_result(lab: Lab) -> Non
     case = make(300, 2, 4, 64, 0, 16, 4, seed=1)
     whole = run(lab, case)
     np.testing.assert_array_equal(run(lab, case.tokens(slice(250, 251))), whole[250:251])
-    assert_close(whole, ATTEND.reference(*case))
+    assert_close(whole, ATTEND.reference(*case), lab.product_type)
 
 
 def test_large_scores_do_not_overflow(lab: Lab) -> None:
     case = make(2, 1, 1, 16, 9, 0, 1, seed=2)
     case.q[:] *= 1e4
-    assert_close(run(lab, case), ATTEND.reference(*case))
+    assert_close(run(lab, case), ATTEND.reference(*case), lab.product_type)
 
 
 def test_rows_land_at_their_positions_and_nowhere_else(lab: Lab) -> None:
@@ -184,8 +190,8 @@ def test_rows_land_at_their_positions_and_nowhere_else(lab: Lab) -> None:
 def test_wrong_shapes_are_refused_by_name(lab: Lab) -> None:
     q, gate_src, cache = lab.empty((2, 6, 8)), lab.empty((2, 6, 16)), lab.empty((9, 32))
     positions, selected = lab.empty((2,), np.int32), lab.empty((2, 1), np.int32)
-    out = lab.empty((2, 48))
+    sums, out = lab.empty((9,)), lab.empty((2, 48))
     with pytest.raises(ShapeError, match=r"attend q: expected float32 \[2, 4, 8\]"):
-        attend(lab.stream, q, gate_src, cache, cache, positions, selected, positions, 0, out)
+        attend(lab.stream, q, gate_src, cache, cache, positions, selected, positions, 0, sums, out)
     with pytest.raises(ShapeError, match=r"store_rows cache: expected float32 \[9, 31\]"):
         store_rows(lab.stream, lab.empty((2, 31)), positions, cache)

@@ -57,12 +57,19 @@ def test_a_block_is_pooled_when_its_last_token_arrives(
 
 
 def run_select(
-    lab: Lab, queries: Floats, pooled: Floats, positions: Ints, ratio: int, budget: int
+    lab: Lab,
+    queries: Floats,
+    pooled: Floats,
+    positions: Ints,
+    ratio: int,
+    budget: int,
+    score_rows: int = 4,
 ) -> tuple[Ints, Ints]:
     selected = lab.empty((len(queries), budget), np.int32)
     num_selected = lab.empty((len(queries),), np.int32)
     q, keys, places = map(lab.put, (queries, pooled, positions))
-    select_blocks(lab.stream, q, keys, places, ratio, budget, selected, num_selected)
+    scores = lab.empty((score_rows, len(pooled)))
+    select_blocks(lab.stream, q, keys, places, ratio, scores, selected, num_selected)
     return lab.get(selected), lab.get(num_selected)
 
 
@@ -130,11 +137,14 @@ def test_selection_does_not_depend_on_cuts_neighbours_or_alignment(host_lab: Lab
 def test_wrong_arguments_are_refused_by_name(lab: Lab) -> None:
     queries, pooled = lab.empty((2, 1, 8)), lab.empty((3, 8))
     positions, count = lab.empty((2,), np.int32), lab.empty((2,), np.int32)
-    selected = lab.empty((2, 4), np.int32)
+    selected, scores = lab.empty((2, 4), np.int32), lab.empty((2, 3))
     with pytest.raises(ShapeError, match="select_blocks ratio: expected at least 1, got 0"):
-        select_blocks(lab.stream, queries, pooled, positions, 0, 4, selected, count)
-    with pytest.raises(ShapeError, match=r"selected: expected int32 \[2, 5\]"):
-        select_blocks(lab.stream, queries, pooled, positions, 4, 5, selected, count)
+        select_blocks(lab.stream, queries, pooled, positions, 0, scores, selected, count)
+    few = lab.empty((1, 4))
+    with pytest.raises(ShapeError, match=r"scores: expected float32 \[1, 3\]"):
+        select_blocks(lab.stream, queries, pooled, positions, 4, few, selected, count)
+    with pytest.raises(ShapeError, match="rows of scores: expected at least 1, got 0"):
+        select_blocks(lab.stream, queries, pooled, positions, 4, few.rows(0, 0), selected, count)
     table, weight = lab.empty((12, 4, 2)), lab.empty((8,))
     with pytest.raises(ShapeError, match=r"pooled: expected float32 \[2, 8\]"):
         pool_index_blocks(lab.stream, lab.empty((12, 8)), positions, 5, weight, table, EPS, pooled)

@@ -59,7 +59,7 @@ class CudaStream:
 
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         stream = self._enter("launch")
-        if not launch.items:
+        if not (launch.items and all(launch.grid)):
             return
         args += launch.extents
         arguments = self._arguments.get(kernel)

@@ -192,6 +192,7 @@ class Forward:
                 selected,
                 num_selected,
                 ratio,
+                self.workspace.take_all("attend_sums"),
                 _rows(attended, part),
             )
         matmul(stream, attended, weights.out, out, self._rounded(attended))
@@ -235,8 +236,11 @@ class Forward:
                 self.spec.rms_eps,
                 state.pooled,
             )
+            blocks = state.pooled.shape[0]
+            rows = min(num, self.workspace.take_all("block_scores").size // max(blocks, 1))
+            scores = self.workspace.take_shaped("block_scores", rows, blocks)
             indexer.select_blocks(
-                stream, queries, state.pooled, positions, ratio, budget, selected, num_selected
+                stream, queries, state.pooled, positions, ratio, scores, selected, num_selected
             )
         return selected, num_selected
 

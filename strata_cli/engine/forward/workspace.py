@@ -8,9 +8,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from strata_cli.engine.device.base import Buffer, Device, Tensor
+from strata_cli.engine.kernels.attention_plan import attend_scratch_floats
 from strata_cli.engine.model.spec import ModelSpec
 
 ALIGNMENT_BYTES = 256
+USUAL_FLOATS = 1 << 22  # of scratch whose size changes speed only
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scra
         Scratch("index_k", t, (spec.indexer_head_dim,)),
         Scratch("selected", t, (blocks,), i32),
         Scratch("num_selected", t, (), i32),
+        Scratch("block_scores", _score_floats(spec), ()),
+        Scratch("attend_sums", _attend_floats(spec, num_tokens), ()),
         Scratch("attended", t, (heads * spec.head_dim,)),
         Scratch("router", t, (spec.num_experts,)),
         Scratch("expert_ids", t, (spec.num_experts_per_tok,), i32),
@@ -98,6 +102,28 @@ def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scra
             Scratch("ngram_gated", t, (wide,)),
         ]
     return plan
+
+
+def _score_floats(spec: ModelSpec) -> int:
+    """Scores of all index blocks, for one token at least."""
+    blocks = [spec.context_tokens // ratio for ratio in spec.index_ratio if ratio]
+    return max(USUAL_FLOATS, *blocks) if blocks else 1
+
+
+def _attend_floats(spec: ModelSpec, num_tokens: int) -> int:
+    """Sums of few tokens' units of attention, for one token at least."""
+
+    def floats(tokens: int) -> int:
+        ratios = {
+            ratio
+            for ratio, is_recurrent in zip(spec.index_ratio, spec.is_recurrent, strict=True)
+            if not is_recurrent
+        }
+        budgets = {ratio: spec.indexer_budget_tokens // ratio if ratio else 1 for ratio in ratios}
+        shape = (tokens, spec.num_heads, spec.head_dim, spec.context_tokens)
+        return max((attend_scratch_floats(*shape, budgets[r], r) for r in ratios), default=1)
+
+    return max(floats(1), min(floats(num_tokens), USUAL_FLOATS))
 
 
 class Workspace:
@@ -146,6 +172,10 @@ class Workspace:
     def take(self, name: str, rows: int) -> Tensor:
         """The first rows of a scratch tensor, contents undefined."""
         return self._tensors[name].rows(0, rows)
+
+    def take_all(self, name: str) -> Tensor:
+        """A scratch tensor as large as it is, contents undefined."""
+        return self._tensors[name]
 
     def take_shaped(self, name: str, *shape: int) -> Tensor:
         """The first elements of a scratch tensor under another shape (for narrower layers)."""

@@ -8,10 +8,14 @@ its blocks and the cache.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
+from strata_cli.engine.kernels.attention_plan import THREADS, AttendPlan
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.math32 import exp32, sigmoid32
 from strata_cli.engine.kernels.pointers import address_of
@@ -24,12 +28,13 @@ from strata_cli.engine.kernels.rows import (
     multiply_row,
     scale_row,
 )
-from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.engine.kernels.simd import multiply_rows
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 F32 = np.float32
+SOURCE = "attention.cu"
 U64 = np.uint64  # an unsigned index lets LLVM turn a loop into vectors
 HEADS_AT_ONCE = 4  # share the reading of a key row; changes no bit
 POSITIONS_AT_ONCE = 64  # whose value rows stay in the first cache for all heads; changes no bit
@@ -53,7 +58,14 @@ def store_rows(stream: Stream, src: Tensor, positions: Tensor, cache: Tensor) ->
     expect("store_rows src", src, src.shape)
     expect("store_rows positions", positions, src.shape[:1], np.int32)
     expect("store_rows cache", cache, (cache.shape[0], src.shape[1]))
-    launch = Launch(items=src.shape[0], grain=grain(src.shape[1]))
+    num_tokens, width = src.shape
+    launch = Launch(
+        items=num_tokens,
+        grain=grain(width),
+        grid=(num_tokens, blocks(width, 4 * THREADS), 1),
+        block=(THREADS, 1, 1),
+        extents=(width,),
+    )
     stream.launch(STORE_ROWS, launch, src, positions, cache)
 
 
@@ -67,6 +79,7 @@ def attend(
     selected: Tensor,
     num_selected: Tensor,
     ratio: int,
+    sums: Tensor,
     out: Tensor,
 ) -> None:
     """Gated attention of T tokens of one sequence over its cache, their own rows included.
@@ -84,6 +97,7 @@ def attend(
         selected: int32 [T, budget_blocks] from select_blocks; not read when ratio is 0.
         num_selected: int32 [T]; not read when ratio is 0.
         ratio: positions per block, 0 for dense attention.
+        sums: scratch, float32 [any], best at least attend_scratch_floats.
         out: float32 [T, H * dim], overwritten.
 
     Raises:
@@ -102,22 +116,19 @@ def attend(
     expect("attend positions", positions, (num_tokens,), np.int32)
     expect("attend selected", selected, (num_tokens, selected.shape[1]), np.int32)
     expect("attend num_selected", num_selected, (num_tokens,), np.int32)
+    expect("attend sums", sums, (sums.size,))
     expect("attend out", out, (num_tokens, num_heads * dim))
-    parts = num_kv_heads * -(-group // HEADS_AT_ONCE)
-    launch = Launch(items=num_tokens * parts, grain=grain(keys.shape[0] * dim // 8))
-    stream.launch(
-        ATTEND,
-        launch,
-        q,
-        gate_src,
-        keys,
-        values,
-        positions,
-        selected,
-        num_selected,
-        ratio,
-        out,
-    )
+    items = num_tokens * num_kv_heads * blocks(group, HEADS_AT_ONCE)
+    host_grain = grain(keys.shape[0] * dim // 8)
+    plan = AttendPlan.of(q, keys, selected.shape[1], ratio, items, host_grain)
+    arguments = (q, gate_src, keys, values, positions, selected, num_selected, ratio, sums, out)
+    if plan.is_cut(sums.size):
+        units = _kernel("attend_units", plan.padded_dim, plan.unit_tiles, plan.unit_parts)
+        stream.launch(units, plan.units, *arguments)
+        stream.launch(_join_kernel(plan.unit_parts), plan.join, *arguments)
+    else:
+        whole = _kernel("attend", plan.padded_dim, plan.whole_tiles, plan.unit_parts)
+        stream.launch(whole, plan.whole, *arguments)
 
 
 @nogil_jit
@@ -140,6 +151,7 @@ def _attend(  # noqa: C901  one straight recipe; each part of its own would cost
     selected: Ints,
     num_selected: Ints,
     ratio: int,
+    _sums: Floats,
     out: Floats,
 ) -> None:
     """Items: (part of a kv head's heads, token).
@@ -205,6 +217,10 @@ def _attend(  # noqa: C901  one straight recipe; each part of its own would cost
             multiply_row(out, row_out, gate, 0, dim)
 
 
+def _nothing_to_join(begin: int, end: int, *_arguments: Any) -> None:
+    """The host does not cut a token's positions into units: all is in out by now."""
+
+
 def store_rows_reference(src: Floats, positions: Ints, cache: Floats) -> Floats:
     """store_rows in plain numpy: the new cache."""
     new = cache.copy()
@@ -241,5 +257,17 @@ def attend_reference(
     return (out * gate).reshape(num_tokens, -1).astype(np.float32)
 
 
-STORE_ROWS = Kernel("store_rows", _store_rows, store_rows_reference)
-ATTEND = Kernel("attend", _attend, attend_reference)
+@functools.cache
+def _kernel(name: str, padded_dim: int, tiles: int, unit_parts: int) -> Kernel:
+    function = f"{name}<{padded_dim}, {tiles}, {unit_parts}>"
+    return Kernel(function, _attend, attend_reference, SOURCE, function)
+
+
+@functools.cache
+def _join_kernel(unit_parts: int) -> Kernel:
+    function = f"join_units<{unit_parts}>"
+    return Kernel(function, _nothing_to_join, attend_reference, SOURCE, function)
+
+
+STORE_ROWS = Kernel("store_rows", _store_rows, store_rows_reference, SOURCE)
+ATTEND = _kernel("attend", 256, 2, 1)

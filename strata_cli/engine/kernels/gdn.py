@@ -7,6 +7,9 @@ value head h uses key head h % nk. kd = nk * dim, vd = nv * dim. The state of a 
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,11 +27,17 @@ from strata_cli.engine.kernels.rows import (
     multiply_row,
     scale_row,
 )
-from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
+from strata_cli.errors import ShapeError
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 F32 = np.float32
+SOURCE = "gdn.cu"
+THREADS = 128  # per block on a GPU
+RUN_TOKENS = 32  # convolved by one of a GPU's threads, one after the other
+GROUPS = 4  # groups of lanes in a GPU's warp; a group holds the same columns of the state
+STEPS = 16  # tokens that a GPU's block stages at a time
 _CHANNELS_AT_LEAST = 64  # for a thread's piece of a convolution
 
 
@@ -56,8 +65,15 @@ def causal_conv_silu(
     expect("causal_conv_silu weight", weight, (channels, num_taps))
     expect("causal_conv_silu history", history, (num_taps - 1, channels))
     expect("causal_conv_silu out", out, u.shape)
-    launch = Launch(items=channels, grain=max(_CHANNELS_AT_LEAST, grain(4 * num_tokens)))
-    stream.launch(CAUSAL_CONV_SILU, launch, u, history, weight, out)
+    run = max(RUN_TOKENS, num_taps - 1)
+    launch = Launch(
+        items=channels,
+        grain=max(_CHANNELS_AT_LEAST, grain(4 * num_tokens)),
+        grid=(blocks(channels, THREADS), blocks(num_tokens, run), 1),
+        block=(THREADS, 1, 1),
+        extents=(num_tokens, channels, run),
+    )
+    stream.launch(_causal_conv_silu_kernel(num_taps), launch, u, history, weight, out)
 
 
 def delta_rule(
@@ -102,8 +118,16 @@ def delta_rule(
     expect("delta_rule a", a, (num_values,))
     expect("delta_rule dt", dt, (num_values,))
     expect("delta_rule out", out, (num_tokens, num_values * dim))
-    launch = Launch(items=num_values, grain=grain(num_tokens * dim * dim))
-    stream.launch(DELTA_RULE, launch, c, alpha, beta, a, dt, state, out, eps)
+    shape = _delta_rule_shape(num_tokens, dim)
+    launch = Launch(
+        items=num_values,
+        grain=grain(num_tokens * dim * dim),
+        grid=(blocks(dim, shape.block_columns), num_values, 1),
+        block=(32 * shape.warps, 1, 1),
+        shared_bytes=shape.shared_bytes,
+        extents=(num_tokens, num_key_heads, num_values, dim),
+    )
+    stream.launch(_delta_rule_kernel(shape), launch, c, alpha, beta, a, dt, state, out, eps)
 
 
 def gated_norm(
@@ -130,8 +154,40 @@ def gated_norm(
     expect("gated_norm weight", weight, (dim,))
     expect("gated_norm z", z, o.shape)
     expect("gated_norm out", out, o.shape)
-    launch = Launch(items=num_tokens * num_heads, grain=grain(4 * dim))
+    launch = Launch(
+        items=num_tokens * num_heads,
+        grain=grain(4 * dim),
+        grid=(blocks(num_tokens * num_heads, THREADS // 16), 1, 1),
+        block=(THREADS, 1, 1),
+        extents=(num_tokens * num_heads, dim),
+    )
     stream.launch(GATED_NORM, launch, o, z, weight, eps, out)
+
+
+class _DeltaRuleShape(NamedTuple):
+    """How a GPU's block holds the state: keys per lane, warps, columns per lane. Changes no bit."""
+
+    keys: int
+    warps: int
+    columns: int
+
+    @property
+    def block_columns(self) -> int:
+        return self.warps * GROUPS * self.columns
+
+    @property
+    def shared_bytes(self) -> int:
+        """Two batches of STEPS tokens: q, k, the block's part of v, and four rates."""
+        padded_dim = self.keys * 32 // GROUPS
+        return 2 * STEPS * 4 * (2 * padded_dim + self.block_columns + 4)
+
+
+def _delta_rule_shape(num_tokens: int, dim: int) -> _DeltaRuleShape:
+    """Few tokens: wide reads of the state. Many: narrow blocks, which fill the GPU evenly."""
+    keys = next((keys for keys in (4, 8, 16, 32) if dim * GROUPS <= 32 * keys), None)
+    if keys is None:
+        raise ShapeError(f"delta_rule: heads of {dim} are wider than 256")
+    return _DeltaRuleShape(keys, 2, 4) if num_tokens < STEPS else _DeltaRuleShape(keys, 4, 1)
 
 
 @nogil_jit
@@ -256,6 +312,18 @@ def gated_norm_reference(o: Floats, z: Floats, weight: Floats, eps: float) -> Fl
     return (normed.reshape(o.shape) * gate).astype(np.float32)
 
 
-CAUSAL_CONV_SILU = Kernel("causal_conv_silu", _causal_conv_silu, causal_conv_silu_reference)
-DELTA_RULE = Kernel("delta_rule", _delta_rule, delta_rule_reference)
-GATED_NORM = Kernel("gated_norm", _gated_norm, gated_norm_reference)
+@cache
+def _causal_conv_silu_kernel(num_taps: int) -> Kernel:
+    function = f"causal_conv_silu<{num_taps}>"
+    return Kernel(function, _causal_conv_silu, causal_conv_silu_reference, SOURCE, function)
+
+
+@cache
+def _delta_rule_kernel(shape: _DeltaRuleShape) -> Kernel:
+    function = f"delta_rule<{shape.keys}, {shape.warps}, {shape.columns}>"
+    return Kernel(function, _delta_rule, delta_rule_reference, SOURCE, function)
+
+
+CAUSAL_CONV_SILU = _causal_conv_silu_kernel(4)
+DELTA_RULE = _delta_rule_kernel(_delta_rule_shape(STEPS, 128))
+GATED_NORM = Kernel("gated_norm", _gated_norm, gated_norm_reference, SOURCE)

@@ -22,7 +22,7 @@ extern "C" __global__ void log_softmax(const float *logits, float *out, long lon
     extern __shared__ float sums[];
     logits += blockIdx.x * vocab_size;
     out += blockIdx.x * vocab_size;
-    float largest = __int_as_float(0xff800000);
+    float largest = lowest();
 #pragma unroll 8
     for (long long v = threadIdx.x; v < vocab_size; v += blockDim.x)
         largest = larger(largest, logits[v]);

@@ -6,6 +6,8 @@ its key is the mean of their raw keys, normalised, then turned to the block's fi
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,12 +23,19 @@ from strata_cli.engine.kernels.rows import (
     multiply_row,
     scale_row,
 )
-from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.errors import ShapeError
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 F32 = np.float32
+SOURCE = "indexer.cu"
+THREADS = 128  # per block on a GPU
+SCORED_PER_BLOCK = (
+    256  # index blocks that a GPU's thread block scores, where few tokens are at hand
+)
+THREAD_BLOCKS = 512  # enough to fill a GPU
+STAGED_SCORES = 12_000  # of a token, that fit a GPU's shared memory everywhere
 
 
 def pool_index_blocks(
@@ -64,7 +73,15 @@ def pool_index_blocks(
     expect("pool_index_blocks weight", weight, (dim,))
     expect("pool_index_blocks rope", rope, (rope.shape[0], min(dim // 2, rope.shape[1]), 2))
     expect("pool_index_blocks pooled", pooled, (context // ratio, dim))
-    launch = Launch(items=positions.shape[0], grain=grain(dim))
+    num_tokens = positions.shape[0]
+    launch = Launch(
+        items=num_tokens,
+        grain=grain(dim),
+        grid=(blocks(num_tokens, THREADS // 16), 1, 1),
+        block=(THREADS, 1, 1),
+        shared_bytes=4 * dim * (THREADS // 16),
+        extents=(num_tokens, dim, rope.shape[1]),
+    )
     stream.launch(POOL_INDEX_BLOCKS, launch, raw_keys, positions, ratio, weight, rope, eps, pooled)
 
 
@@ -74,7 +91,7 @@ def select_blocks(
     pooled: Tensor,
     positions: Tensor,
     ratio: int,
-    budget_blocks: int,
+    scores: Tensor,
     selected: Tensor,
     num_selected: Tensor,
 ) -> None:
@@ -88,25 +105,81 @@ def select_blocks(
         pooled: keys of complete blocks, float32 [blocks, dim].
         positions: int32 [T]; (position + 1) // ratio blocks compete.
         ratio: positions per block, at least 1.
-        budget_blocks: most blocks kept per token, at least 1.
-        selected: int32 [T, budget_blocks], overwritten: ascending block ids, the rest -1.
+        scores: scratch, float32 [rows, blocks]; so many tokens are scored at a time.
+        selected: int32 [T, budget], overwritten: ascending block ids, the rest -1. At most budget
+            blocks are kept per token.
         num_selected: int32 [T], overwritten.
 
     Raises:
-        ShapeError: an argument has another shape or type, or ratio or budget is not positive.
+        ShapeError: an argument has another shape or type, or ratio, budget or rows is not positive.
     """
     expect_rank("select_blocks queries", queries, 3)
     expect_rank("select_blocks pooled", pooled, 2)
     _expect_positive("select_blocks ratio", ratio)
-    _expect_positive("select_blocks budget_blocks", budget_blocks)
+    expect_rank("select_blocks scores", scores, 2)
+    expect_rank("select_blocks selected", selected, 2)
     num_tokens, num_heads, dim = queries.shape
+    _expect_positive("select_blocks budget", selected.shape[1])
+    _expect_positive("select_blocks rows of scores", scores.shape[0])
     expect("select_blocks queries", queries, (num_tokens, num_heads, dim))
     expect("select_blocks pooled", pooled, (pooled.shape[0], dim))
     expect("select_blocks positions", positions, (num_tokens,), np.int32)
-    expect("select_blocks selected", selected, (num_tokens, budget_blocks), np.int32)
+    expect("select_blocks scores", scores, (scores.shape[0], pooled.shape[0]))
+    expect("select_blocks selected", selected, (num_tokens, selected.shape[1]), np.int32)
     expect("select_blocks num_selected", num_selected, (num_tokens,), np.int32)
-    launch = Launch(items=num_tokens, grain=grain(pooled.shape[0] * dim))
-    stream.launch(SELECT_BLOCKS, launch, queries, pooled, positions, ratio, selected, num_selected)
+    for first in range(0, num_tokens, scores.shape[0]):
+        last = min(first + scores.shape[0], num_tokens)
+        own = positions.rows(first, last)
+        budget = selected.shape[1]
+        _score(stream, queries.rows(first, last), pooled, own, ratio, budget, scores)
+        _select(
+            stream, scores, own, ratio, selected.rows(first, last), num_selected.rows(first, last)
+        )
+
+
+def _score(
+    stream: Stream,
+    queries: Tensor,
+    pooled: Tensor,
+    positions: Tensor,
+    ratio: int,
+    budget: int,
+    scores: Tensor,
+) -> None:
+    num_tokens, num_heads, dim = queries.shape
+    num_blocks = pooled.shape[0]
+    share = min(blocks(num_blocks, SCORED_PER_BLOCK), blocks(THREAD_BLOCKS, num_tokens))
+    launch = Launch(
+        items=num_tokens,
+        grain=grain(num_blocks * dim),
+        grid=(share, num_tokens, 1),
+        block=(THREADS, 1, 1),
+        shared_bytes=4 * num_heads * dim,
+        extents=(num_blocks, dim),
+    )
+    kernel = _score_blocks_kernel(num_heads)
+    stream.launch(kernel, launch, queries, pooled, positions, ratio, budget, scores)
+
+
+def _select(
+    stream: Stream,
+    scores: Tensor,
+    positions: Tensor,
+    ratio: int,
+    selected: Tensor,
+    num_selected: Tensor,
+) -> None:
+    num_tokens, num_blocks = positions.shape[0], scores.shape[1]
+    staged = min(num_blocks, STAGED_SCORES)
+    launch = Launch(
+        items=num_tokens,
+        grain=grain(num_blocks),
+        grid=(num_tokens, 1, 1),
+        block=(1024 if num_tokens < 64 else 256, 1, 1),
+        shared_bytes=4 * staged,
+        extents=(num_blocks, selected.shape[1], staged),
+    )
+    stream.launch(SELECT_BLOCKS, launch, scores, positions, ratio, selected, num_selected)
 
 
 def _expect_positive(name: str, value: int) -> None:
@@ -144,8 +217,8 @@ def _pool_index_blocks(
 
 
 @inline_jit
-def _kth_largest(scores: Floats, count: int, k: int) -> np.float32:
-    """The k-th largest of count scores, none negative: its bits found one by one, highest first.
+def _kth_largest(scores: Floats, row: int, count: int, k: int) -> np.float32:
+    """The k-th largest of a row's first count scores, none negative, found bit by bit.
 
     The bits of floats that are not negative order as the floats do.
     """
@@ -156,44 +229,60 @@ def _kth_largest(scores: Floats, count: int, k: int) -> np.float32:
         threshold = float_from_bits(candidate)
         at_least = np.int32(0)
         for index in range(count):
-            at_least += np.int32(scores[index] >= threshold)
+            at_least += np.int32(scores[row, index] >= threshold)
         if at_least >= k:
             bits = candidate
     return F32(float_from_bits(bits))
 
 
 @nogil_jit
-def _select_blocks(
+def _score_blocks(
     begin: int,
     end: int,
     queries: Floats,
     pooled: Floats,
     positions: Ints,
     ratio: int,
-    selected: Ints,
-    num_selected: Ints,
+    budget: int,
+    scores: Floats,
 ) -> None:
-    """Items: tokens. Where all blocks fit they get the same score, and are all kept as ties."""
-    num_heads, dim, budget = queries.shape[1], queries.shape[2], selected.shape[1]
-    scores = np.empty(pooled.shape[0], F32)
+    """Items: tokens. Where all blocks fit the budget they get the same score."""
+    num_heads, dim = queries.shape[1], queries.shape[2]
     compile_small()
     for token in range(begin, end):
         complete = (positions[token] + 1) // ratio
-        clear_row(scores, 0, complete)
+        clear_row(scores, token * scores.shape[1], complete)
+        for block in range(complete if complete > budget else 0):
+            for head in range(token * num_heads, (token + 1) * num_heads):
+                product = dot16(queries, head * dim, pooled, block * dim, dim)
+                if product > F32(0.0):
+                    scores[token, block] += product
+
+
+@nogil_jit
+def _select_blocks(
+    begin: int,
+    end: int,
+    scores: Floats,
+    positions: Ints,
+    ratio: int,
+    selected: Ints,
+    num_selected: Ints,
+) -> None:
+    """Items: tokens. Where all blocks fit they have the same score, and are all kept as ties."""
+    budget = selected.shape[1]
+    compile_small()
+    for token in range(begin, end):
+        complete = (positions[token] + 1) // ratio
         threshold, ties = F32(0.0), budget
         if complete > budget:
+            threshold = _kth_largest(scores, token, complete, budget)
             for block in range(complete):
-                for head in range(token * num_heads, (token + 1) * num_heads):
-                    product = dot16(queries, head * dim, pooled, block * dim, dim)
-                    if product > F32(0.0):
-                        scores[block] += product
-            threshold = _kth_largest(scores, complete, budget)
-            for block in range(complete):
-                ties -= scores[block] > threshold
+                ties -= scores[token, block] > threshold
         kept = 0
         for block in range(complete):
-            is_tie = scores[block] == threshold
-            if scores[block] > threshold or (is_tie and ties > 0):
+            is_tie = scores[token, block] == threshold
+            if scores[token, block] > threshold or (is_tie and ties > 0):
                 ties -= is_tie
                 selected[token, kept] = block
                 kept += 1
@@ -236,5 +325,13 @@ def select_blocks_reference(
     return selected, num_selected
 
 
-POOL_INDEX_BLOCKS = Kernel("pool_index_blocks", _pool_index_blocks, pool_index_blocks_reference)
-SELECT_BLOCKS = Kernel("select_blocks", _select_blocks, select_blocks_reference)
+@cache
+def _score_blocks_kernel(num_heads: int) -> Kernel:
+    function = f"score_blocks<{num_heads}>"
+    return Kernel(function, _score_blocks, select_blocks_reference, SOURCE, function)
+
+
+POOL_INDEX_BLOCKS = Kernel(
+    "pool_index_blocks", _pool_index_blocks, pool_index_blocks_reference, SOURCE
+)
+SELECT_BLOCKS = Kernel("select_blocks", _select_blocks, select_blocks_reference, SOURCE)

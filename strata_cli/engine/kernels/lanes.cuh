@@ -17,7 +17,10 @@ __device__ inline float fold16(float v) {
     return v + __shfl_xor_sync(ALL_LANES, v, 1);
 }
 
-// The larger of two; b where a is not a number, and a where b is not.
+// -inf: orders below every number.
+__device__ inline float lowest() { return __int_as_float(0xff800000); }
+
+// The larger of two; a where b is not a number.
 __device__ inline float larger(float a, float b) { return b > a ? b : a; }
 
 // Sum of n squares of x.

@@ -16,8 +16,7 @@ __device__ inline int max_of_warp(int v) {
 
 // An integer that orders as the logit does. Not a number counts as -inf, -0 as 0.
 __device__ inline int order_of(float logit) {
-    const float lowest = __int_as_float(0xff800000);
-    const int bits = __float_as_int((logit > lowest ? logit : lowest) + 0.0f);
+    const int bits = __float_as_int((logit > lowest() ? logit : lowest()) + 0.0f);
     return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 

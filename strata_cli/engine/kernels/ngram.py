@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.conv import ROWS_AT_ONCE, channel_taps, convolve_silu
 from strata_cli.engine.kernels.dequant import Dequantizer, copy_decoded, dequantizer
+from strata_cli.engine.kernels.embed import ROWS_PER_BLOCK, row_kernel, table_alignment
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.math32 import sigmoid32
+from strata_cli.engine.kernels.products import WARP
 from strata_cli.engine.kernels.reduce import dot16, rms_scale
 from strata_cli.engine.kernels.rows import (
     add_row,
@@ -22,7 +24,7 @@ from strata_cli.engine.kernels.rows import (
     multiply_row,
     scale_row,
 )
-from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType, dequantize, row_bytes
 
@@ -33,6 +35,9 @@ Longs = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 F32 = np.float32
 U64 = np.uint64
+SOURCE = "ngram.cu"
+THREADS = 256  # per block on a GPU
+RUN_TOKENS = 16  # that a GPU's block of the convolution treats
 _ROOT_OF_AT_LEAST = F32(1e-6)
 
 
@@ -76,9 +81,15 @@ def ngram_rows(
     expect("ngram_rows offsets", offsets, (num_heads,), np.int64)
     expect("ngram_rows sizes", sizes, (num_heads,), np.int64)
     expect("ngram_rows rows_out", rows_out, (ids.size, num_heads), np.int64)
+    launch = Launch(
+        items=1,
+        grid=(blocks(ids.size, THREADS), 1, 1),
+        block=(THREADS, 1, 1),
+        extents=(ids.size, look_back, num_heads),
+    )
     stream.launch(
         NGRAM_ROWS,
-        Launch(items=1),
+        launch,
         ids,
         history,
         multipliers,
@@ -104,10 +115,16 @@ def gather_rows(stream: Stream, rows: Tensor, table: Weight, out: Tensor) -> Non
     expect_rank("gather_rows rows", rows, 2)
     expect("gather_rows rows", rows, rows.shape, np.int64)
     expect("gather_rows out", out, (rows.shape[0], rows.shape[1] * table.cols))
-    launch = Launch(items=rows.size, grain=grain(4 * table.cols))
-    stream.launch(
-        GATHER_ROWS, launch, rows, table.data, out.reshape(rows.size, table.cols), int(table.qtype)
+    launch = Launch(
+        items=rows.size,
+        grain=grain(4 * table.cols),
+        grid=(max(1, blocks(rows.size, ROWS_PER_BLOCK)), 1, 1),
+        block=(WARP * ROWS_PER_BLOCK, 1, 1),
+        extents=(rows.size, table.cols),
     )
+    kernel = row_kernel(GATHER_ROWS, table.qtype, table_alignment(table))
+    out = out.reshape(rows.size, table.cols)
+    stream.launch(kernel, launch, rows, table.data, out, int(table.qtype))
 
 
 def ngram_gate(
@@ -146,7 +163,14 @@ def ngram_gate(
     expect("ngram_gate w_key", w_key, (num_streams * size,))
     expect("ngram_gate w_query", w_query, (num_streams * size,))
     expect("ngram_gate gated", gated, (num_tokens, num_streams * size))
-    launch = Launch(items=num_tokens * num_streams, grain=grain(2 * size))
+    launch = Launch(
+        items=num_tokens * num_streams,
+        grain=grain(2 * size),
+        grid=(num_tokens * num_streams, 1, 1),
+        block=(THREADS, 1, 1),
+        shared_bytes=8 * size,
+        extents=(num_streams, size),
+    )
     stream.launch(NGRAM_GATE, launch, key, value, x, w_key, w_query, eps, gated.reshape(*x.shape))
 
 
@@ -187,7 +211,16 @@ def ngram_conv(
     expect("ngram_conv w_conv", w_conv, (channels,))
     expect("ngram_conv weight", weight, (channels, num_taps))
     expect("ngram_conv history", history, ((num_taps - 1) * dilation, channels))
-    launch = Launch(items=num_streams, grain=grain(8 * num_tokens * size))
+    past = (num_taps - 1) * dilation
+    run = max(RUN_TOKENS, past)
+    launch = Launch(
+        items=num_streams,
+        grain=grain(8 * num_tokens * size),
+        grid=(num_streams, blocks(num_tokens, run), 1),
+        block=(THREADS, 1, 1),
+        shared_bytes=4 * (run + past),
+        extents=(num_tokens, num_streams, size, num_taps, run),
+    )
     stream.launch(NGRAM_CONV, launch, gated, w_conv, history, weight, dilation, eps, x)
 
 
@@ -378,7 +411,7 @@ def _rms(x: Floats, weight: Floats, eps: float) -> Doubles:
     return scaled
 
 
-NGRAM_ROWS = Kernel("ngram_rows", _ngram_rows, ngram_rows_reference)
+NGRAM_ROWS = Kernel("ngram_rows", _ngram_rows, ngram_rows_reference, SOURCE)
 GATHER_ROWS = Kernel("gather_rows", _gather_rows, gather_rows_reference)
-NGRAM_GATE = Kernel("ngram_gate", _ngram_gate, ngram_gate_reference)
-NGRAM_CONV = Kernel("ngram_conv", _ngram_conv, ngram_conv_reference)
+NGRAM_GATE = Kernel("ngram_gate", _ngram_gate, ngram_gate_reference, SOURCE)
+NGRAM_CONV = Kernel("ngram_conv", _ngram_conv, ngram_conv_reference, SOURCE)

@@ -15,10 +15,11 @@ from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
 from strata_cli.engine.kernels.reduce import rms_scale
 from strata_cli.engine.kernels.rows import compile_small, multiply_row, scale_row
-from strata_cli.engine.kernels.shapes import expect, expect_rank, grain
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
+THREADS = 128  # per block on a GPU, 16 for each head
 _STEP = 256  # positions between the angles that libm is asked for
 
 
@@ -84,7 +85,15 @@ def head_norm_rope(
     expect("head_norm_rope rope", rope, (rope.shape[0], min(dim // 2, rope.shape[1]), 2))
     expect("head_norm_rope positions", positions, (num_tokens,), np.int32)
     expect("head_norm_rope out", out, (num_tokens, num_heads, dim))
-    launch = Launch(items=num_tokens * num_heads, grain=grain(dim))
+    rows = num_tokens * num_heads
+    launch = Launch(
+        items=rows,
+        grain=grain(dim),
+        grid=(blocks(rows, THREADS // 16), 1, 1),
+        block=(THREADS, 1, 1),
+        shared_bytes=4 * dim * (THREADS // 16),
+        extents=(rows, num_heads, src.shape[2], dim, rope.shape[1]),
+    )
     out = out.reshape(num_tokens * num_heads, dim)
     stream.launch(HEAD_NORM_ROPE, launch, src, weight, rope, positions, eps, out)
 
@@ -141,4 +150,4 @@ def head_norm_rope_reference(
     return turn_reference(normed, rope, positions).astype(np.float32)
 
 
-HEAD_NORM_ROPE = Kernel("head_norm_rope", _head_norm_rope, head_norm_rope_reference)
+HEAD_NORM_ROPE = Kernel("head_norm_rope", _head_norm_rope, head_norm_rope_reference, "rope.cu")

@@ -1,0 +1,192 @@
+// QSA's block indexer: pooled keys of complete blocks, scores, and the best blocks of each query.
+//   T tokens, B blocks that fit the cache, N index head width, ratio positions per block
+#include "lanes.cuh"
+#include "rope.cuh"
+
+// pool_index_blocks: the key of each block that one of T tokens completes: mean, norm, rotation
+//   raw_keys [context,N] f32, positions [T] i32, weight [N] f32, table [context,half,2] f32
+//   -> pooled [B,N] f32, only rows of completed blocks
+//   grid (T / 8), 16 lanes per token, shared 4 * N bytes per token
+extern "C" __global__ void pool_index_blocks(const float *raw_keys, const int *positions,
+                                             long long ratio, const float *weight,
+                                             const float *table, float eps, float *pooled,
+                                             long long num_tokens, long long dim, long long half) {
+    extern __shared__ float keys[];
+    const long long own = blockIdx.x * (blockDim.x / 16) + threadIdx.x / 16;
+    const long long past_end = positions[min(own, num_tokens - 1)] + 1;
+    const bool completes = own < num_tokens && past_end % ratio == 0;
+    const long long block = completes ? past_end / ratio - 1 : 0;
+    float *key = keys + threadIdx.x / 16 * dim;
+    if (completes) {
+        for (long long i = lane16(); i < dim; i += 16) {
+            float total = 0.0f;
+            for (long long r = 0; r < ratio; r++) total += raw_keys[(block * ratio + r) * dim + i];
+            key[i] = total * (1.0f / static_cast<float>(ratio));
+        }
+    }
+    const float scale = rms_scale(key, completes ? dim : 0, eps);
+    if (completes)
+        for (long long i = lane16(); i < dim; i += 16) key[i] = key[i] * scale * weight[i];
+    __syncwarp();
+    if (!completes) return;
+    for (long long i = lane16(); i < dim; i += 16)
+        pooled[block * dim + i] = turned(key, table, block * ratio, half, i);
+}
+
+// One level of the fold below: lanes l and l + HALF exchange the values that the other keeps.
+template <int HALF>
+__device__ inline void exchange(float (&values)[16]) {
+    const bool upper = threadIdx.x & HALF;
+#pragma unroll
+    for (int i = 0; i < HALF; i++) {
+        const float kept = upper ? values[i + HALF] : values[i];
+        const float sent = upper ? values[i] : values[i + HALF];
+        values[i] = kept + __shfl_xor_sync(ALL_LANES, sent, HALF);
+    }
+}
+
+// Fold 16 values over the 16 lanes of a group at once, each in the order of fold16: lane l gets
+// the total of value l.
+__device__ inline float fold16_each(float (&values)[16]) {
+    exchange<8>(values);
+    exchange<4>(values);
+    exchange<2>(values);
+    exchange<1>(values);
+    return values[0];
+}
+
+// score_blocks: the score of each complete block, the sum over heads of relu(query . key)
+//   queries [T,HEADS,N] f32, pooled [B,N] f32, positions [T] i32 -> scores [T,B] f32; a token
+//   whose complete blocks all fit the budget needs no scores and gets none
+//   grid (any, T), block a multiple of 16, shared 4 * HEADS*N bytes; 16 lanes take 16 / HEADS
+//   blocks at a time. Reads 4 * B*N bytes per token, from the L2 cache
+template <int HEADS>
+__global__ void score_blocks(const float *queries, const float *pooled, const int *positions,
+                             long long ratio, long long budget, float *scores, long long num_blocks,
+                             long long dim) {
+    constexpr int BLOCKS = 16 / HEADS;
+    extern __shared__ __align__(16) float query[];
+    const long long token = blockIdx.y, complete = (positions[token] + 1) / ratio;
+    if (complete <= budget) return;
+    load_row(query, queries + token * HEADS * dim, HEADS * dim, false);
+    __syncthreads();
+    scores += token * num_blocks;
+    const int groups = blockDim.x / 16, lane = lane16();
+    // Both halves of a warp go round equally often, because they exchange values.
+    const long long step = static_cast<long long>(gridDim.x) * groups * BLOCKS;
+    for (long long base = blockIdx.x * groups * BLOCKS; base < complete; base += step) {
+        const long long first = base + threadIdx.x / 16 * BLOCKS;
+        float values[16] = {};
+#pragma unroll 4
+        for (long long i = lane; i < dim; i += 16) {
+            float key[BLOCKS];
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++)
+                key[b] = pooled[min(first + b, complete - 1) * dim + i];
+#pragma unroll
+            for (int h = 0; h < HEADS; h++) {
+                const float q = query[h * dim + i];
+#pragma unroll
+                for (int b = 0; b < BLOCKS; b++)
+                    values[h * BLOCKS + b] = fmaf(q, key[b], values[h * BLOCKS + b]);
+            }
+        }
+        const float product = fold16_each(values);
+        float score = 0.0f;
+#pragma unroll
+        for (int h = 0; h < HEADS; h++) {
+            const float of_head = __shfl_sync(ALL_LANES, product, h * BLOCKS + lane % BLOCKS, 16);
+            if (of_head > 0.0f) score += of_head;
+        }
+        if (lane < BLOCKS && first + lane < complete) scores[first + lane] = score;
+    }
+}
+
+__device__ inline int sum_of_warp(int v) {
+    for (int half = 16; half; half /= 2) v += __shfl_xor_sync(ALL_LANES, v, half);
+    return v;
+}
+
+// The k-th largest of count values, none negative: found one binary digit at a time.
+__device__ inline int kth_largest(const int *values, int count, int k) {
+    __shared__ int at_least[31];
+    if (threadIdx.x < 31) at_least[threadIdx.x] = 0;
+    __syncthreads();
+    int threshold = 0;
+    for (int digit = 30; digit >= 0; digit--) {
+        const int candidate = threshold | 1 << digit;
+        int own = 0;
+        for (int i = threadIdx.x; i < count; i += blockDim.x) own += values[i] >= candidate;
+        own = sum_of_warp(own);
+        if ((threadIdx.x & 31) == 0 && own) atomicAdd(&at_least[digit], own);
+        __syncthreads();
+        if (at_least[digit] >= k) threshold = candidate;
+    }
+    return threshold;
+}
+
+// select_blocks: the best complete blocks of each token, ascending; equal scores: the lower block
+//   scores [T,B] f32 from score_blocks, read as integers; positions [T] i32 -> selected
+//   [T,budget] i32 (the rest -1), num_selected [T] i32
+//   grid (T), block whole warps up to 1024, shared 4 * staged bytes: so many scores are kept
+//   there. Scores are not negative, so the bits of their floats order as they do. Integer counts
+//   only: nothing depends on the order in which threads arrive.
+extern "C" __global__ void select_blocks(const int *scores, const int *positions, long long ratio,
+                                         int *selected, int *num_selected, long long num_blocks,
+                                         long long budget, long long staged) {
+    extern __shared__ int kept_scores[];
+    __shared__ int above_of[32], ties_of[32];
+    const long long token = blockIdx.x;
+    const int complete = static_cast<int>((positions[token] + 1) / ratio);
+    const int keep = static_cast<int>(min(static_cast<long long>(complete), budget));
+    selected += token * budget;
+    if (threadIdx.x == 0) num_selected[token] = keep;
+    for (int i = keep + threadIdx.x; i < budget; i += blockDim.x) selected[i] = -1;
+    if (complete <= budget) {
+        for (int i = threadIdx.x; i < complete; i += blockDim.x) selected[i] = i;
+        return;
+    }
+    const int *values = scores + token * num_blocks;
+    if (complete <= staged) {
+        for (int i = threadIdx.x; i < complete; i += blockDim.x) kept_scores[i] = values[i];
+        values = kept_scores;
+    }
+    __syncthreads();
+    const int threshold = kth_largest(values, complete, keep);
+
+    // Each warp takes a run of blocks; what the warps before it keep decides where it writes.
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, num_warps = blockDim.x / 32;
+    const int run = (complete + blockDim.x - 1) / blockDim.x * 32;
+    const int first = warp * run, stop = min(first + run, complete);
+    int above = 0, ties = 0;
+    for (int i = first + lane; i < stop; i += 32) {
+        above += values[i] > threshold;
+        ties += values[i] == threshold;
+    }
+    above = sum_of_warp(above);
+    ties = sum_of_warp(ties);
+    if (lane == 0) {
+        above_of[warp] = above;
+        ties_of[warp] = ties;
+    }
+    __syncthreads();
+    int above_before = 0, ties_before = 0, above_in_all = 0;
+    for (int other = 0; other < num_warps; other++) {
+        above_before += other < warp ? above_of[other] : 0;
+        ties_before += other < warp ? ties_of[other] : 0;
+        above_in_all += above_of[other];
+    }
+    const int wanted_ties = keep - above_in_all;
+    const unsigned earlier_lanes = (1u << lane) - 1;
+    for (int start = first; start < stop; start += 32) {
+        const int i = start + lane;
+        const unsigned is_above = __ballot_sync(ALL_LANES, i < stop && values[i] > threshold);
+        const unsigned is_tie = __ballot_sync(ALL_LANES, i < stop && values[i] == threshold);
+        const int lower_ties = ties_before + __popc(is_tie & earlier_lanes);
+        const int lower = above_before + __popc(is_above & earlier_lanes);
+        const bool keeps_tie = (is_tie >> lane & 1) && lower_ties < wanted_ties;
+        if ((is_above >> lane & 1) || keeps_tie) selected[lower + min(lower_ties, wanted_ties)] = i;
+        above_before += __popc(is_above);
+        ties_before += __popc(is_tie);
+    }
+}

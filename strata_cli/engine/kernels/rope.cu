@@ -1,0 +1,27 @@
+// Rotary positions: the norm-then-rotate step of query and key heads.
+#include "lanes.cuh"
+#include "rope.cuh"
+
+// head_norm_rope: each head normalised, then turned to its token's position
+//   R = T * heads rows, N width; src [R,stride] f32 (the first N of a row), weight [N] f32,
+//   table [context,half,2] f32, positions [T] i32 -> out [R,N] f32
+//   grid (R / 8), 16 lanes per row, shared 4 * N bytes per row; moves 8 * R*N bytes
+extern "C" __global__ void head_norm_rope(const float *src, const float *weight, const float *table,
+                                          const int *positions, float eps, float *out,
+                                          long long num_rows, long long num_heads, long long stride,
+                                          long long dim, long long half) {
+    extern __shared__ float normed[];
+    const long long own = blockIdx.x * (blockDim.x / 16) + threadIdx.x / 16;
+    const long long row = min(own, num_rows - 1);  // a spare half warp takes part in the sums
+    float *head = normed + threadIdx.x / 16 * dim;
+    src += row * stride;
+    const float scale = rms_scale(src, dim, eps);
+#pragma unroll 4
+    for (long long i = lane16(); i < dim; i += 16) head[i] = src[i] * scale * weight[i];
+    __syncwarp();
+    if (own >= num_rows) return;
+    const long long position = positions[row / num_heads];
+#pragma unroll 4
+    for (long long i = lane16(); i < dim; i += 16)
+        out[row * dim + i] = turned(head, table, position, half, i);
+}
