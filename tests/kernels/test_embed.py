@@ -7,11 +7,12 @@ import pytest
 from numpy.typing import NDArray
 
 from strata_cli.engine.kernels.embed import EMBED_STREAMS, embed_streams
+from strata_cli.engine.kernels.ngram import gather_rows
 from strata_cli.engine.kernels.weight import Weight
-from strata_cli.engine.model.quants import QuantType
+from strata_cli.engine.model.quants import BLOCK, QuantType, dequantize
 from strata_cli.errors import ShapeError
 from tests.kernels.lab import Lab
-from tests.kernels.test_matmul import packed_rows
+from tests.kernels.packed import packed_rows
 
 VOCABULARY, WIDTH = 50, 64
 
@@ -56,3 +57,19 @@ def test_extents_and_types_that_do_not_fit_are_named(lab: Lab) -> None:
         embed_streams(lab.stream, lab.empty((3,), np.int32), weight, lab.empty((2, 2, WIDTH)))
     with pytest.raises(ShapeError, match="embed_streams ids"):
         embed_streams(lab.stream, lab.empty((3,), np.int64), weight, lab.empty((3, 2, WIDTH)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qtype", QuantType, ids=lambda qtype: qtype.name)
+def test_every_type_decodes_exactly(gpu_lab: Lab, qtype: QuantType) -> None:
+    width = max(BLOCK[qtype].weights, 160 if BLOCK[qtype].weights <= 32 else 0)
+    for columns in (width, 3 * width):
+        packed = packed_rows(qtype, 9, columns, 5)
+        ids, rows = np.array([8, 0, 3], np.int32), np.array([[8, 1], [0, 7]], np.int64)
+        weight = Weight(gpu_lab.put(packed), qtype, 9, columns)
+        x, gathered = gpu_lab.empty((3, 2, columns)), gpu_lab.empty((2, 2 * columns))
+        embed_streams(gpu_lab.stream, gpu_lab.put(ids), weight, x)
+        gather_rows(gpu_lab.stream, gpu_lab.put(rows), weight, gathered)
+        decoded = dequantize(qtype, packed, columns)
+        np.testing.assert_array_equal(gpu_lab.get(x), decoded[ids][:, None].repeat(2, 1))
+        np.testing.assert_array_equal(gpu_lab.get(gathered), decoded[rows].reshape(2, -1))

@@ -11,43 +11,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.kernels.matmul import (
     GROUPED_MATMUL,
     MATMUL,
+    ROUND_ROWS,
     ROW_TILE,
     grouped_matmul,
     matmul,
+    round_rows,
 )
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
-from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
+from strata_cli.engine.model.quants import BLOCK, QuantType, dequantize
 from strata_cli.errors import ShapeError
 from tests.kernels.lab import Lab, normal
+from tests.kernels.packed import packed_rows
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 FLOAT_TYPES = (QuantType.F32, QuantType.F16, QuantType.BF16)
 
 
-def packed_rows(qtype: QuantType, rows: int, cols: int, seed: int) -> Bytes:
-    """Random rows of a type, with scales that keep the weights small and finite."""
-    rng = np.random.default_rng(seed)
-    if qtype == QuantType.F32:
-        return normal(seed, rows, cols).view(np.uint8)
-    data = rng.integers(0, 256, (rows, row_bytes(qtype, cols)), dtype=np.uint8)
-    if qtype in (QuantType.F16, QuantType.BF16):
-        data[:, 1::2] = data[:, 1::2] & 0x87 | 0x38
-        return data
-    blocks = data.reshape(rows, -1, BLOCK[qtype].nbytes)
-    blocks[..., 0:2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-    return data
-
-
-def run_dense(lab: Lab, x: Floats, packed: Bytes, qtype: QuantType) -> Floats:
+def run_dense(
+    lab: Lab, x: Floats, packed: Bytes, qtype: QuantType, is_rounded: bool = False
+) -> Floats:
+    """With rounded activations a GPU multiplies many rows with another function."""
     weight = Weight(lab.put(packed), qtype, len(packed), x.shape[1])
-    out = lab.empty((len(x), len(packed)))
-    matmul(lab.stream, lab.put(x), weight, out)
+    out, activations = lab.empty((len(x), len(packed))), lab.put(x)
+    matmul(lab.stream, activations, weight, out, rounded(lab, activations) if is_rounded else None)
     return lab.get(out)
+
+
+def rounded(lab: Lab, x: Tensor) -> Tensor:
+    halves = lab.empty(x.shape, np.float16)
+    round_rows(lab.stream, x, halves)
+    return halves
 
 
 def run_grouped(
@@ -58,6 +57,7 @@ def run_grouped(
     row_of: Sequence[int],
     expert_start: Sequence[int],
     offset_bytes: int = 0,
+    is_rounded: bool = False,
 ) -> Floats:
     """Experts lie offset_bytes into blobs of their own; a missing one has no memory at all."""
     blobs, addresses = [], []
@@ -66,22 +66,31 @@ def run_grouped(
         blobs.append(None if padded is None else lab.put(padded))
         addresses.append(0 if blobs[-1] is None else blobs[-1].address)
     rows = next(len(packed) for packed in experts if packed is not None)
-    out = lab.empty((len(row_of), rows))
+    out, activations = lab.empty((len(row_of), rows)), lab.put(x)
     grouped_matmul(
         lab.stream,
-        lab.put(x),
+        activations,
         lab.put(np.array(addresses, np.int64)),
         WeightLayout(qtype, rows, x.shape[1], offset_bytes),
         lab.put(np.array(row_of, np.int32)),
         lab.put(np.array(expert_start, np.int32)),
         out,
+        rounded(lab, activations) if is_rounded else None,
     )
     return lab.get(out)
 
 
-def assert_product(actual: Floats, expected: Floats, x: Floats) -> None:
-    """Within float32 rounding of a sum of x.shape[1] products of the size of the output's."""
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+def assert_product(lab: Lab, actual: Floats, x: Floats, packed: Bytes, qtype: QuantType) -> None:
+    """Within the rounding of what a device multiplies: float32, or f16 where blocks have threads.
+
+    Relative to the sum of magnitudes, because any sum may cancel. Two roundings of a weight and
+    one of an activation, each by at most 2 ** -11 relative, would be 7e-4 if they never cancelled.
+    """
+    weights = dequantize(qtype, packed, x.shape[1]).astype(np.float64)
+    expected = x.astype(np.float64) @ weights.T
+    sizes = np.abs(x).astype(np.float64) @ np.abs(weights).T
+    is_half = lab.stream.shared_bytes > 0 and qtype is not QuantType.F32
+    assert (np.abs(actual - expected) <= (4e-4 if is_half else 2e-6) * sizes + 1e-30).all()
 
 
 @settings(max_examples=25)
@@ -96,16 +105,20 @@ def test_any_extents_multiply(
     lab: Lab, qtype: QuantType, tokens: int, rows: int, cols: int, seed: int
 ) -> None:
     x, packed = normal(seed, tokens, cols), packed_rows(qtype, rows, cols, seed)
-    expected = MATMUL.reference(x, packed, qtype, rows)
-    assert_product(run_dense(lab, x, packed, qtype), expected, x)
+    assert_product(lab, run_dense(lab, x, packed, qtype), x, packed, qtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 11])
 @pytest.mark.parametrize("qtype", [QuantType.Q8_0, QuantType.Q4_0, QuantType.IQ3_S])
 def test_quantized_rows_multiply(lab: Lab, qtype: QuantType, tokens: int) -> None:
     x, packed = normal(1, tokens, 512), packed_rows(qtype, 37, 512, 2)
-    expected = MATMUL.reference(x, packed, qtype, 37)
-    assert_product(run_dense(lab, x, packed, qtype), expected, x)
+    assert_product(lab, run_dense(lab, x, packed, qtype), x, packed, qtype)
+
+
+def test_the_reference_is_the_decoded_product() -> None:
+    x, packed = normal(1, 3, 64), packed_rows(QuantType.Q4_0, 5, 64, 2)
+    expected = x.astype(np.float64) @ dequantize(QuantType.Q4_0, packed, 64).T
+    np.testing.assert_allclose(MATMUL.reference(x, packed, QuantType.Q4_0, 5), expected, rtol=1e-5)
 
 
 def test_no_token_is_no_work(lab: Lab) -> None:
@@ -115,7 +128,7 @@ def test_no_token_is_no_work(lab: Lab) -> None:
 
 def test_a_tokens_bits_do_not_depend_on_the_batch(lab: Lab) -> None:
     x, packed = normal(3, 300, 96), packed_rows(QuantType.Q8_0, 43, 96, 4)
-    whole = run_dense(lab, x, packed, QuantType.Q8_0)
+    whole = run_dense(lab, x, packed, QuantType.Q8_0, is_rounded=True)
     for first, last in ((0, 1), (7, 10), (100, 108), (41, 300)):
         part = run_dense(lab, x[first:last], packed, QuantType.Q8_0)
         np.testing.assert_array_equal(part, whole[first:last])
@@ -157,11 +170,11 @@ def test_an_item_writes_its_own_row_tile_only() -> None:
     np.testing.assert_array_equal(~np.isnan(out), np.tile(written, (5, 1)))
 
 
-def test_bits_do_not_depend_on_the_threads(lab: Lab, host_lab: Lab) -> None:
+def test_bits_do_not_depend_on_the_threads(host_lab: Lab) -> None:
     x, packed = normal(5, 64, 512), packed_rows(QuantType.Q4_0, 700, 512, 6)
-    np.testing.assert_array_equal(
-        run_dense(lab, x, packed, QuantType.Q4_0), run_dense(host_lab, x, packed, QuantType.Q4_0)
-    )
+    with open_device("host", threads=3) as device:
+        shared = run_dense(Lab(device, device.stream("test")), x, packed, QuantType.Q4_0)
+    np.testing.assert_array_equal(run_dense(host_lab, x, packed, QuantType.Q4_0), shared)
 
 
 def test_bits_do_not_depend_on_where_bytes_lie(lab: Lab) -> None:
@@ -184,8 +197,17 @@ def test_grouped_products_follow_the_routing(lab: Lab, qtype: QuantType) -> None
     experts = [packed_rows(qtype, 35, 64, seed) for seed in range(6)]
     row_of = np.random.default_rng(0).integers(0, 13, 40).astype(np.int32)
     actual = run_grouped(lab, x, experts, qtype, row_of.tolist(), ROUTED, offset_bytes=20)
-    expected = GROUPED_MATMUL.reference(x, experts, qtype, 35, row_of, np.array(ROUTED))
-    assert_product(actual, expected, x)
+    for expert, (first, last) in enumerate(pairwise(ROUTED)):
+        assert_product(lab, actual[first:last], x[row_of[first:last]], experts[expert], qtype)
+
+
+def test_the_grouped_reference_is_a_product_per_expert() -> None:
+    x, row_of = normal(1, 3, 64), np.array([2, 0, 2], np.int32)
+    experts = [packed_rows(QuantType.Q4_0, 5, 64, seed) for seed in range(3)]
+    actual = GROUPED_MATMUL.reference(x, experts, QuantType.Q4_0, 5, row_of, np.array([0, 2, 2, 3]))
+    first = MATMUL.reference(x[row_of[:2]], experts[0], QuantType.Q4_0, 5)
+    last = MATMUL.reference(x[row_of[2:]], experts[2], QuantType.Q4_0, 5)
+    np.testing.assert_array_equal(actual, np.concatenate([first, last]))
 
 
 def test_a_pair_has_the_bits_of_the_dense_product(lab: Lab) -> None:
@@ -250,3 +272,104 @@ def test_grouped_extents_that_do_not_fit_are_named(lab: Lab, wrong: str) -> None
     x, blobs, row_of, start, out = tensors.values()
     with pytest.raises(ShapeError, match="grouped_matmul"):
         grouped_matmul(lab.stream, x, blobs, layout, row_of, start, out)
+
+
+def shapes_of(qtype: QuantType) -> list[tuple[int, int]]:
+    """Rows and columns that cut a type in every way: whole and partial tiles, long and short lanes,
+    one slice and several."""
+    block = BLOCK[qtype].weights
+    cols = [block, 5 * block] if block > 32 else [block, 160, 320, 640]
+    return [(1, cols[0]), (37, cols[-1]), (70, 5 * 256), (4099, 256)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qtype", QuantType, ids=lambda qtype: qtype.name)
+def test_few_and_many_rows_give_the_same_bits(gpu_lab: Lab, qtype: QuantType) -> None:
+    for seed, (rows, cols) in enumerate(shapes_of(qtype)):
+        x, packed = normal(seed, 131, cols), packed_rows(qtype, rows, cols, seed)
+        many = run_dense(gpu_lab, x, packed, qtype, is_rounded=True)
+        assert_product(gpu_lab, many, x, packed, qtype)
+        np.testing.assert_array_equal(run_dense(gpu_lab, x, packed, qtype), many)
+        for first, last in ((0, 1), (5, 8), (60, 131)):
+            part = run_dense(gpu_lab, x[first:last], packed, qtype, is_rounded=True)
+            np.testing.assert_array_equal(part, many[first:last])
+
+
+CROWDED = [0, 3, 3, 4, 16, 16, 216]  # the last expert has more than one tile of tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qtype", QuantType, ids=lambda qtype: qtype.name)
+def test_grouped_products_have_the_bits_of_dense_ones(gpu_lab: Lab, qtype: QuantType) -> None:
+    rows, cols = shapes_of(qtype)[1]
+    x = normal(1, 211, cols)
+    experts: list[Bytes | None] = [packed_rows(qtype, rows, cols, seed) for seed in range(6)]
+    experts[1] = experts[4] = None
+    row_of = np.random.default_rng(0).integers(0, 211, CROWDED[-1]).tolist()
+    few = run_grouped(gpu_lab, x, experts, qtype, row_of, CROWDED, 32)
+    many = run_grouped(gpu_lab, x, experts, qtype, row_of, CROWDED, 32, is_rounded=True)
+    np.testing.assert_array_equal(few, many)
+    for expert, (first, last) in enumerate(pairwise(CROWDED)):
+        packed = experts[expert]
+        if packed is not None:
+            dense = run_dense(gpu_lab, x, packed, qtype)
+            np.testing.assert_array_equal(few[first:last], dense[row_of[first:last]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [320, 321])
+def test_activations_round_to_the_nearest_half(gpu_lab: Lab, cols: int) -> None:
+    x = normal(1, 7, cols, scale=1e3)
+    x[3, :6] = 65519.0, 1e9, -1e9, np.inf, 1e-8, 6e-6
+    activations = gpu_lab.put(x)
+    halves = gpu_lab.get(rounded(gpu_lab, activations))
+    np.testing.assert_array_equal(halves, ROUND_ROWS.reference(x))
+
+
+@pytest.mark.gpu
+def test_what_is_not_a_number_stays_in_its_row(gpu_lab: Lab) -> None:
+    x, packed = normal(3, 70, 320), packed_rows(QuantType.Q8_0, 40, 320, 4)
+    clean = run_dense(gpu_lab, x, packed, QuantType.Q8_0, is_rounded=True)
+    x[4] = np.nan
+    mixed = run_dense(gpu_lab, x, packed, QuantType.Q8_0, is_rounded=True)
+    assert np.isnan(mixed[4]).all()
+    np.testing.assert_array_equal(np.delete(mixed, 4, 0), np.delete(clean, 4, 0))
+
+
+@pytest.mark.gpu
+def test_experts_may_lie_in_host_memory(gpu_lab: Lab) -> None:
+    x, qtype = normal(1, 5, 320), QuantType.IQ4_NL
+    packed = packed_rows(qtype, 96, 320, 2)
+    pinned = gpu_lab.device.allocate_pinned(packed.nbytes)
+    assert pinned.host_bytes is not None
+    pinned.host_bytes[:] = packed.ravel()
+    out = gpu_lab.empty((5, 96))
+    grouped_matmul(
+        gpu_lab.stream,
+        gpu_lab.put(x),
+        gpu_lab.put(np.array([pinned.address], np.int64)),
+        WeightLayout(qtype, 96, 320, 0),
+        gpu_lab.put(np.arange(5, dtype=np.int32)),
+        gpu_lab.put(np.array([0, 5], np.int32)),
+        out,
+    )
+    np.testing.assert_array_equal(gpu_lab.get(out), run_dense(gpu_lab, x, packed, qtype))
+
+
+@pytest.mark.gpu
+def test_a_recorded_product_follows_the_routing_of_each_replay(gpu_lab: Lab) -> None:
+    x, qtype = normal(1, 2, 320), QuantType.Q8_0
+    experts: list[Bytes | None] = [packed_rows(qtype, 40, 320, seed) for seed in range(4)]
+    blobs = [gpu_lab.put(packed) for packed in experts if packed is not None]
+    addresses = gpu_lab.put(np.array([blob.address for blob in blobs], np.int64))
+    row_of, start = gpu_lab.empty((4,), np.int32), gpu_lab.empty((5,), np.int32)
+    activations, out = gpu_lab.put(x), gpu_lab.empty((4, 40))
+    layout = WeightLayout(qtype, 40, 320, 0)
+    with gpu_lab.stream.capture() as graph:
+        grouped_matmul(gpu_lab.stream, activations, addresses, layout, row_of, start, out)
+    for rows, starts in (([0, 1, 0, 1], [0, 1, 1, 2, 4]), ([1, 0, 0, 1], [0, 0, 2, 4, 4])):
+        gpu_lab.stream.copy(row_of, gpu_lab.put(np.array(rows, np.int32)))
+        gpu_lab.stream.copy(start, gpu_lab.put(np.array(starts, np.int32)))
+        gpu_lab.stream.replay(graph)
+        expected = run_grouped(gpu_lab, x, experts, qtype, rows, starts)
+        np.testing.assert_array_equal(gpu_lab.get(out), expected)

@@ -12,10 +12,34 @@
 #include "pairs.cuh"
 
 enum QuantType {
-    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11,
-    Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ2_XXS = 16, IQ2_XS = 17, IQ3_XXS = 18, IQ1_S = 19,
-    IQ4_NL = 20, IQ3_S = 21, IQ2_S = 22, IQ4_XS = 23, IQ1_M = 29, BF16 = 30, TQ1_0 = 34,
-    TQ2_0 = 35, MXFP4 = 39, NVFP4 = 40, Q1_0 = 41, Q2_0 = 42
+    F32 = 0,
+    F16 = 1,
+    Q4_0 = 2,
+    Q4_1 = 3,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q2_K = 10,
+    Q3_K = 11,
+    Q4_K = 12,
+    Q5_K = 13,
+    Q6_K = 14,
+    IQ2_XXS = 16,
+    IQ2_XS = 17,
+    IQ3_XXS = 18,
+    IQ1_S = 19,
+    IQ4_NL = 20,
+    IQ3_S = 21,
+    IQ2_S = 22,
+    IQ4_XS = 23,
+    IQ1_M = 29,
+    BF16 = 30,
+    TQ1_0 = 34,
+    TQ2_0 = 35,
+    MXFP4 = 39,
+    NVFP4 = 40,
+    Q1_0 = 41,
+    Q2_0 = 42
 };
 
 template <int TYPE>
@@ -67,9 +91,9 @@ constexpr unsigned f16_bits(int value) {
     return sign | exponent << 10 | (magnitude & 1023);
 }
 
-// f16 -BIAS, twice.
-template <int BIAS>
-constexpr unsigned MINUS_BIAS = f16_bits(-BIAS) * 0x00010001u;
+// f16 -VALUE, twice.
+template <int VALUE>
+constexpr unsigned MINUS = f16_bits(-VALUE) * 0x00010001u;
 
 // One byte of the f16 of each of four integers; byte 1 is the upper one.
 constexpr unsigned f16_bytes(int byte, int a, int b, int c, int d) {
@@ -99,10 +123,11 @@ struct Values {
     }
 };
 
-// Entries of a code book in shared memory, kept several times so that fewer lanes of a warp meet
-// in one bank: entry i of a lane's own copy.
+// Entries of a code book, kept COPIES times side by side so that fewer lanes of a warp meet in one
+// bank of shared memory; a lane reads its own copy.
+template <int COPIES>
 struct Book {
     const unsigned *copy;
-    int copies;
-    __device__ unsigned operator[](unsigned i) const { return copy[i * copies]; }
+
+    __device__ unsigned operator[](unsigned i) const { return copy[i * COPIES]; }
 };

@@ -11,16 +11,25 @@ __device__ const unsigned BOOK[] = {BOOK_ENTRIES};
 __device__ const unsigned BOOK[] = {0};
 #endif
 
-// The eighth sign of seven: it makes the number of minus signs even.
-__device__ inline unsigned with_parity(unsigned seven) {
-    return seven | (__popc(seven) & 1) << 7;
-}
+// The signs of eight weights, spread for the upper bytes of two words.
+struct Signs {
+    unsigned first, second;
+
+    __device__ static Signs of_eight(unsigned bits) {
+        return {spread<7>(bits), spread<7>(bits >> 4)};
+    }
+
+    // From seven bits: the eighth makes the number of minus signs even.
+    __device__ static Signs of_seven(unsigned bits) {
+        return {spread<7>(bits), spread<7>((bits >> 4) + 8 * __popc(bits))};
+    }
+};
 
 using Iq2Values = Values<8, 25, 43>;
 
-// Eight weights from one entry, with a sign bit for each.
-__device__ inline Octet iq2_octet(unsigned entry, unsigned signs) {
-    return Iq2Values::look_up(entry, entry >> 16, spread<7>(signs), spread<7>(signs >> 4));
+// Eight weights from one entry.
+__device__ inline Octet iq2_octet(unsigned entry, const Signs &signs) {
+    return Iq2Values::look_up(entry, entry >> 16, signs.first, signs.second);
 }
 
 // f16 d; for each 32 weights 4 bytes of entries, then 4 x 7 signs and a 4-bit scale.
@@ -28,11 +37,11 @@ template <>
 struct Codec<IQ2_XXS> {
     static constexpr int WEIGHTS = 256, BYTES = 66, RUN = 4, BIAS = 0, BOOK = 256;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book book) {
         const int at = 2 + 8 * (octet >> 2), i = octet & 3;
-        const unsigned signs = with_parity(b.u32(at + 4) >> 7 * i & 127);
-        return iq2_octet(book[b.u8(at + i)], signs);
+        const unsigned signs = b.u32(at + 4) >> 7 * i & 127;
+        return iq2_octet(book[b.u8(at + i)], Signs::of_seven(signs));
     }
     template <class Block>
     __device__ static Scale scale(const Block &b, int octet) {
@@ -46,10 +55,10 @@ template <>
 struct Codec<IQ2_XS> {
     static constexpr int WEIGHTS = 256, BYTES = 74, RUN = 2, BIAS = 0, BOOK = 512;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book book) {
         const unsigned code = b.u16(2 + 2 * octet);
-        return iq2_octet(book[code & 511], with_parity(code >> 9));
+        return iq2_octet(book[code & 511], Signs::of_seven(code >> 9));
     }
     template <class Block>
     __device__ static Scale scale(const Block &b, int octet) {
@@ -63,10 +72,10 @@ template <>
 struct Codec<IQ2_S> {
     static constexpr int WEIGHTS = 256, BYTES = 82, RUN = 2, BIAS = 0, BOOK = 1024;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book book) {
         const unsigned high = b.u8(66 + (octet >> 2)) >> 2 * (octet & 3) & 3;
-        return iq2_octet(book[b.u8(2 + octet) | high << 8], b.u8(34 + octet));
+        return iq2_octet(book[b.u8(2 + octet) | high << 8], Signs::of_eight(b.u8(34 + octet)));
     }
     template <class Block>
     __device__ static Scale scale(const Block &b, int octet) {
@@ -81,12 +90,12 @@ struct Codec<IQ3_XXS> {
     static constexpr int WEIGHTS = 256, BYTES = 98, RUN = 4, BIAS = 0, BOOK = 256;
     static constexpr bool HAS_MIN = false;
     using Magnitudes = Values<4, 12, 20, 28, 36, 44, 52, 62>;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book book) {
         const unsigned entries = b.u16(2 + 2 * octet);
-        const unsigned signs = with_parity(b.u32(66 + 4 * (octet >> 2)) >> 7 * (octet & 3) & 127);
-        return Magnitudes::look_up(book[entries & 255], book[entries >> 8], spread<7>(signs),
-                                   spread<7>(signs >> 4));
+        const Signs signs = Signs::of_seven(b.u32(66 + 4 * (octet >> 2)) >> 7 * (octet & 3) & 127);
+        return Magnitudes::look_up(book[entries & 255], book[entries >> 8], signs.first,
+                                   signs.second);
     }
     template <class Block>
     __device__ static Scale scale(const Block &b, int octet) {
@@ -102,13 +111,14 @@ struct Codec<IQ3_S> {
     static constexpr int WEIGHTS = 256, BYTES = 110, RUN = 4, BIAS = 0, BOOK = 512;
     static constexpr bool HAS_MIN = false;
     using Magnitudes = Values<1, 3, 5, 7, 9, 11, 13, 15>;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book book) {
-        const unsigned entries = b.u16(2 + 2 * octet), signs = b.u8(74 + octet);
+        const unsigned entries = b.u16(2 + 2 * octet);
+        const Signs signs = Signs::of_eight(b.u8(74 + octet));
         const unsigned ninth = b.u8(66 + (octet >> 2)) >> 2 * (octet & 3);
         return Magnitudes::look_up(book[(entries & 255) | (ninth & 1) << 8],
-                                   book[entries >> 8 | (ninth & 2) << 7], spread<7>(signs),
-                                   spread<7>(signs >> 4));
+                                   book[entries >> 8 | (ninth & 2) << 7], signs.first,
+                                   signs.second);
     }
     template <class Block>
     __device__ static Scale scale(const Block &b, int octet) {
@@ -130,7 +140,7 @@ template <>
 struct Codec<IQ1_S> {
     static constexpr int WEIGHTS = 256, BYTES = 50, RUN = 4, BIAS = 0, BOOK = 2048;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book book) {
         const unsigned more = b.u16(34 + 2 * (octet >> 2));
         const unsigned high = more >> 3 * (octet & 3) & 7;
@@ -149,7 +159,7 @@ template <>
 struct Codec<IQ1_M> {
     static constexpr int WEIGHTS = 256, BYTES = 56, RUN = 2, BIAS = 0, BOOK = 2048;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book book) {
         const unsigned more = b.u8(32 + (octet >> 1)) >> 4 * (octet & 1);
         return iq1_octet(book[b.u8(octet) | (more & 7) << 8], more >> 3 & 1);

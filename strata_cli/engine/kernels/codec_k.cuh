@@ -16,7 +16,7 @@ template <>
 struct Codec<Q2_K> {
     static constexpr int WEIGHTS = 256, BYTES = 84, RUN = 2, BIAS = 1024, BOOK = 0;
     static constexpr bool HAS_MIN = true;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         const Place p(octet);
         const int at = 16 + 32 * p.half + p.column, shift = 2 * p.row;
@@ -36,7 +36,7 @@ template <>
 struct Codec<Q3_K> {
     static constexpr int WEIGHTS = 256, BYTES = 110, RUN = 2, BIAS = 1024 + 4, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         const Place p(octet);
         return octet_of_bytes(four(b, p, p.column), four(b, p, p.column + 4));
@@ -74,7 +74,7 @@ template <>
 struct Codec<Q4_K> {
     static constexpr int WEIGHTS = 256, BYTES = 144, RUN = 4, BIAS = 1024, BOOK = 0;
     static constexpr bool HAS_MIN = true;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         const int at = 16 + 32 * (octet >> 3) + 8 * (octet & 3), shift = octet & 4;
         return octet_of_bytes(b.u32(at) >> shift & 0x0f0f0f0fu,
@@ -91,7 +91,7 @@ template <>
 struct Codec<Q5_K> {
     static constexpr int WEIGHTS = 256, BYTES = 176, RUN = 4, BIAS = 1024, BOOK = 0;
     static constexpr bool HAS_MIN = true;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         const int column = 8 * (octet & 3);
         return octet_of_bytes(four(b, octet, column), four(b, octet, column + 4));
@@ -114,7 +114,7 @@ template <>
 struct Codec<Q6_K> {
     static constexpr int WEIGHTS = 256, BYTES = 210, RUN = 2, BIAS = 1024 + 32, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         const Place p(octet);
         return octet_of_bytes(four(b, p, p.column), four(b, p, p.column + 4));

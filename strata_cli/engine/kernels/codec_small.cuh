@@ -8,7 +8,7 @@ template <>
 struct Codec<F16> {
     static constexpr int WEIGHTS = 1, BYTES = 2, RUN = 32, BIAS = 0, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         const int at = 16 * octet;
         return {b.u32(at), b.u32(at + 4), b.u32(at + 8), b.u32(at + 12)};
@@ -55,7 +55,7 @@ template <>
 struct Codec<Q4_0> {
     static constexpr int WEIGHTS = 32, BYTES = 18, RUN = 4, BIAS = 1024 + 8, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         unsigned first, second;
         nibbles(b, 2, octet, first, second);
@@ -72,7 +72,7 @@ template <>
 struct Codec<Q4_1> {
     static constexpr int WEIGHTS = 32, BYTES = 20, RUN = 4, BIAS = 1024, BOOK = 0;
     static constexpr bool HAS_MIN = true;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         unsigned first, second;
         nibbles(b, 4, octet, first, second);
@@ -89,7 +89,7 @@ template <>
 struct Codec<Q5_0> {
     static constexpr int WEIGHTS = 32, BYTES = 22, RUN = 4, BIAS = 1024 + 16, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         unsigned first, second;
         nibbles(b, 6, octet, first, second);
@@ -107,7 +107,7 @@ template <>
 struct Codec<Q5_1> {
     static constexpr int WEIGHTS = 32, BYTES = 24, RUN = 4, BIAS = 1024, BOOK = 0;
     static constexpr bool HAS_MIN = true;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         unsigned first, second;
         nibbles(b, 8, octet, first, second);
@@ -125,7 +125,7 @@ template <>
 struct Codec<Q8_0> {
     static constexpr int WEIGHTS = 32, BYTES = 34, RUN = 4, BIAS = 1024 + 128, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         const int at = 2 + 8 * octet;
         return octet_of_bytes(b.u32(at) ^ 0x80808080u, b.u32(at + 4) ^ 0x80808080u);
@@ -141,7 +141,7 @@ template <>
 struct Codec<Q1_0> {
     static constexpr int WEIGHTS = 128, BYTES = 18, RUN = 16, BIAS = 0, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         constexpr unsigned ones = 0x3c3c3c3cu;  // the upper byte of f16 1.0, four times
         const unsigned clear = ~b.u8(2 + octet);
@@ -157,14 +157,16 @@ struct Codec<Q1_0> {
 // f16 d, 64 codes of two bits in order: 0..3 mean -d, 0, d, 2d.
 template <>
 struct Codec<Q2_0> {
-    static constexpr int WEIGHTS = 64, BYTES = 18, RUN = 8, BIAS = 1024 + 1, BOOK = 0;
+    static constexpr int WEIGHTS = 64, BYTES = 18, RUN = 8, BIAS = 0, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         const unsigned packed = b.u16(2 + 2 * octet);
-        // Codes 2i and 2i + 1 are two bits apart: a copy 14 bits up puts them 16 bits apart.
+        // Codes 2i and 2i + 1 are two bits apart: a copy 14 bits up puts them 16 bits apart. Where
+        // they lie within the f16 decides what they count; fma2 makes that one, and takes one off.
         const unsigned pairs = packed | packed << 14;
-        return {code(pairs), code(pairs >> 4), code(pairs >> 8), code(pairs >> 12)};
+        return {add2(at<0>(pairs), MINUS<1025>), fma2(at<4>(pairs), SIXTEENTH, MINUS<65>),
+                fma2(at<8>(pairs), PER_256, MINUS<5>), fma2(at<8>(pairs >> 4), PER_256, MINUS<5>)};
     }
     template <class Block>
     __device__ static Scale scale(const Block &b, int) {
@@ -172,7 +174,12 @@ struct Codec<Q2_0> {
     }
 
    private:
-    __device__ static unsigned code(unsigned pairs) { return (pairs & 0x00030003u) | 0x64006400u; }
+    static constexpr unsigned SIXTEENTH = 0x2c002c00u, PER_256 = 0x1c001c00u;  // 1/16, 1/256 twice
+
+    template <int BIT>
+    __device__ static unsigned at(unsigned pairs) {
+        return (pairs & (0x00030003u << BIT)) | 0x64006400u;
+    }
 };
 
 // 48 bytes of five base-3 digits, 4 bytes of four, f16 d; digit by digit. Digits mean -d, 0, d.
@@ -180,7 +187,7 @@ template <>
 struct Codec<TQ1_0> {
     static constexpr int WEIGHTS = 256, BYTES = 54, RUN = 32, BIAS = 1024 + 1, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         int at = 8 * (octet & 3), digit = octet >> 2, digit_of_second = digit, step = 4;
         if (octet >= 30) {
@@ -198,7 +205,11 @@ struct Codec<TQ1_0> {
    private:
     // One digit of each byte: the byte is a fraction of 256 in base 3.
     __device__ static unsigned digits(unsigned word, int digit) {
-        const unsigned power = digit == 0 ? 1 : digit == 1 ? 3 : digit == 2 ? 9 : digit == 3 ? 27 : 81;
+        const unsigned power = digit == 0   ? 1
+                               : digit == 1 ? 3
+                               : digit == 2 ? 9
+                               : digit == 3 ? 27
+                                            : 81;
         const unsigned even = (word & 0x00ff00ffu) * power & 0x00ff00ffu;
         const unsigned odd = (word >> 8 & 0x00ff00ffu) * power & 0x00ff00ffu;
         return (even * 3 >> 8 & 0x00030003u) | (odd * 3 & 0x03000300u);
@@ -210,7 +221,7 @@ template <>
 struct Codec<TQ2_0> {
     static constexpr int WEIGHTS = 256, BYTES = 66, RUN = 32, BIAS = 1024 + 1, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         const int at = 32 * (octet >> 4) + 8 * (octet & 3), shift = 2 * (octet >> 2 & 3);
         return octet_of_bytes(b.u32(at) >> shift & 0x03030303u,

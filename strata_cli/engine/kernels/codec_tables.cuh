@@ -3,22 +3,22 @@
 #pragma once
 #include "codec.cuh"
 
-// The bytes that four codes, a hex digit each, name in a table of sixteen bytes.
+// A table of sixteen bytes.
 struct Sixteen {
     unsigned entries[4];
 
-    __device__ unsigned look_up(unsigned codes) const {
-        const unsigned low = codes & 0x7777u;
-        const unsigned lower = pick(entries[0], entries[1], low);
-        const unsigned upper = pick(entries[2], entries[3], low);
-        // Digit i is i where the code's top bit is clear and i + 4 where it is set.
-        return pick(lower, upper, (codes >> 1 & 0x4444u) | 0x3210u);
+    // The bytes that four codes name, the lower four hex digits of `low` (the codes' lower three
+    // bits) and `which` (their top bit, which chooses between digit i and i + 4, over 3210).
+    __device__ unsigned look_up(unsigned low, unsigned which) const {
+        return pick(pick(entries[0], entries[1], low), pick(entries[2], entries[3], low), which);
     }
 };
 
 // The bytes that the codes of 4 bytes name: of the lower halves, or of the upper ones.
 __device__ inline unsigned look_up_half(Sixteen table, unsigned word, bool upper) {
-    const unsigned first = table.look_up(word), second = table.look_up(word >> 16);
+    const unsigned low = word & 0x77777777u, which = (word >> 1 & 0x44444444u) | 0x32103210u;
+    const unsigned first = table.look_up(low, which),
+                   second = table.look_up(low >> 16, which >> 16);
     return upper ? pick(first, second, 0x7531) : pick(first, second, 0x6420);
 }
 
@@ -38,7 +38,8 @@ template <class Block>
 __device__ inline Octet iq4_octet(const Block &b, int at, int octet) {
     const unsigned w0 = b.u32(at + 8 * (octet & 1)), w1 = b.u32(at + 8 * (octet & 1) + 4);
     const bool upper = octet >> 1;
-    return octet_of_bytes(look_up_half(iq4_values(), w0, upper), look_up_half(iq4_values(), w1, upper));
+    return octet_of_bytes(look_up_half(iq4_values(), w0, upper),
+                          look_up_half(iq4_values(), w1, upper));
 }
 
 __device__ inline Octet e2m1_octet(unsigned w0, unsigned w1, bool upper) {
@@ -51,7 +52,7 @@ template <>
 struct Codec<IQ4_NL> {
     static constexpr int WEIGHTS = 32, BYTES = 18, RUN = 4, BIAS = 1024 + 128, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         return iq4_octet(b, 2, octet);
     }
@@ -66,7 +67,7 @@ template <>
 struct Codec<IQ4_XS> {
     static constexpr int WEIGHTS = 256, BYTES = 136, RUN = 4, BIAS = 1024 + 128, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         return iq4_octet(b, 8 + 16 * (octet >> 2), octet & 3);
     }
@@ -84,7 +85,7 @@ template <>
 struct Codec<MXFP4> {
     static constexpr int WEIGHTS = 32, BYTES = 17, RUN = 4, BIAS = 0, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         const int at = 1 + 8 * (octet & 1);
         return e2m1_octet(b.u32(at), b.u32(at + 4), octet >> 1);
@@ -103,7 +104,7 @@ template <>
 struct Codec<NVFP4> {
     static constexpr int WEIGHTS = 64, BYTES = 36, RUN = 2, BIAS = 0, BOOK = 0;
     static constexpr bool HAS_MIN = false;
-    template <class Block>
+    template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book) {
         const int at = 4 + 8 * (octet >> 1);
         return e2m1_octet(b.u32(at), b.u32(at + 4), octet & 1);

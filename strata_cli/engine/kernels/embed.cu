@@ -11,7 +11,7 @@ constexpr int WARPS = 4;
 constexpr int PIECE = 256;
 
 template <int TYPE, int ALIGN>
-__device__ inline void decode_floats(const Staged<ALIGN> &bytes, int octet, Book book, float (&v)[8]) {
+__device__ inline void decode_floats(const Staged<ALIGN> &bytes, int octet, float (&v)[8]) {
     using R = Rows<TYPE, 8>;
     using Type = Codec<TYPE>;
     const Staged<ALIGN> block = {bytes.base, bytes.offset + octet / R::BLOCK_OCTETS * Type::BYTES};
@@ -19,13 +19,13 @@ __device__ inline void decode_floats(const Staged<ALIGN> &bytes, int octet, Book
     if constexpr (R::IS_FLOAT && TYPE != F16) {
         Type::floats(block, own, v);
     } else {
-        Octet codes = Type::codes(block, own, book);
+        Octet codes = Type::codes(block, own, Book<1>{BOOK});
         Scale by = {1.0f, 0.0f};
         if constexpr (TYPE != F16) by = Type::scale(block, own);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             unsigned pair = codes.pair[i / 2];
-            if constexpr (Type::BIAS != 0) pair = add2(pair, MINUS_BIAS<Type::BIAS>);
+            if constexpr (Type::BIAS != 0) pair = add2(pair, MINUS<Type::BIAS>);
             v[i] = float_of(pair >> 16 * (i & 1)) * by.scale;
             if constexpr (Type::HAS_MIN) v[i] -= by.minimum;
         }
@@ -51,7 +51,7 @@ __device__ inline void decode_row(const unsigned char *row, float *out, int widt
         wait_copies<0>();
         __syncwarp();
         float v[8];
-        if (8 * lane < length) decode_floats<TYPE, ALIGN>({staged, phase}, lane, {BOOK, 1}, v);
+        if (8 * lane < length) decode_floats<TYPE, ALIGN>({staged, phase}, lane, v);
         for (int copy = 0; copy < copies; copy++)
 #pragma unroll
             for (int i = 0; i < 8; i++)
@@ -71,7 +71,7 @@ __global__ void embed_streams(const int *ids, const unsigned char *table, float 
     if (token >= tokens) return;
     const int size = static_cast<int>(width);
     decode_row<TYPE, ALIGN>(table + ids[token] * static_cast<long long>(Rows<TYPE, 8>::bytes(size)),
-                     x + token * streams * width, size, static_cast<int>(streams));
+                            x + token * streams * width, size, static_cast<int>(streams));
 }
 
 // gather_rows: out[i] = row rows[i] of the table

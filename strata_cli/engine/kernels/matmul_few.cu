@@ -4,8 +4,8 @@
 //   bandwidth that is the limit.
 //
 // Order of the sums, which matmul_many.cu repeats operation by operation: K is cut into slices;
-// within a slice the products of weights.cuh, step after step, into float32 sums that start at zero;
-// then total = 0 + slice 0 + slice 1 + ... . Activations are rounded to f16.
+// within a slice the products of weights.cuh, step after step, into float32 sums that start at
+// zero; then total = 0 + slice 0 + slice 1 + ... . Activations are rounded to f16.
 //
 // A warp makes ROWS weight rows of one slice for up to eight tokens. Lanes (g, t) copy rows g and
 // g + 8 of the slice to the warp's own shared memory, all at once, and then decode from there; so
@@ -14,8 +14,12 @@
 #include "mma.cuh"
 #include "weights.cuh"
 
+template <int TYPE>
+constexpr int BOOK_BYTES = 4 * BOOK_COPIES<TYPE> * Codec<TYPE>::BOOK;
+
 struct Shape {
-    int rows, cols, slice, warps_per_tile, pitch, columns;
+    int rows, cols, slice, warps_per_tile, pitch;
+    int columns;  // tokens at a time, at most eight
 };
 
 // One matrix and the tokens it is multiplied with.
@@ -42,7 +46,8 @@ struct Parts {
     }
 };
 
-// Starts the copies of ROWS rows of a slice; returns where row g of the lane begins in its 16 bytes.
+// Starts the copies of ROWS rows of a slice; returns where row g of the lane begins in its 16
+// bytes.
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __device__ inline void copy_rows(unsigned char *shared, const Shape &shape, const Job &job,
                                  int first_row, int first_k, int (&phase)[ROWS / 8]) {
@@ -163,35 +168,31 @@ __device__ inline Octet rest_of(const Staged<ALIGN> &row, int octet, const Octet
 }
 
 // All steps of a slice whose rows and activations lie in shared memory.
-template <int TYPE, int LANE, int ROWS, int ALIGN>
+template <int TYPE, int LANE, int ROWS, int ALIGN, class Book>
 __device__ inline void multiply_slice(float (&sums)[4], const unsigned char *rows, const uint4 *x,
                                       const Shape &shape, int length, int count,
                                       const int (&phase)[ROWS / 8], Book book) {
     using R = Rows<TYPE, LANE>;
-    constexpr int unrolled = 8;
     const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3, steps = (length + 31) / 32;
     const uint4 *own_x = x + min(g, count - 1) * 4 + t;
-    for (int first = 0; first < steps; first += unrolled) {
+    for (int first = 0; first < steps; first += R::OCTETS) {
         RowScale scale[ROWS / 8];
+        Staged<ALIGN> row[ROWS / 8];
 #pragma unroll
-        for (int i = 0; i < unrolled; i++) {
-            if (LANE != 64 && first + i >= steps) break;
+        for (int half = 0; half < ROWS / 8; half++)
+            row[half] = {rows + (8 * half + g) * shape.pitch, phase[half] + R::bytes(32 * first)};
+#pragma unroll
+        for (int i = 0; i < R::OCTETS; i++) {
             Octet w[ROWS / 8];
             const uint4 activations = own_x[(first + i) * count * 4];
 #pragma unroll
-            for (int half = 0; half < ROWS / 8; half++) {
-                const Staged<ALIGN> row = {rows + (8 * half + g) * shape.pitch,
-                                    phase[half] + R::bytes(32 * first)};
-                w[half] = decode<TYPE, LANE, ALIGN>(row, i, t, book, scale[half]);
-            }
+            for (int half = 0; half < ROWS / 8; half++)
+                w[half] = decode<TYPE, LANE, ALIGN>(row[half], i, t, book, scale[half]);
             if constexpr (TYPE == F32) {
                 Octet rest[ROWS / 8];
 #pragma unroll
-                for (int half = 0; half < ROWS / 8; half++) {
-                    const Staged<ALIGN> row = {rows + (8 * half + g) * shape.pitch,
-                                        phase[half] + R::bytes(32 * first)};
-                    rest[half] = rest_of(row, R::k_of(i, t) / 8, w[half]);
-                }
+                for (int half = 0; half < ROWS / 8; half++)
+                    rest[half] = rest_of(row[half], R::k_of(i, t) / 8, w[half]);
                 multiply_split<ROWS>(sums, w, rest, activations,
                                      own_x[(steps + first + i) * count * 4]);
             } else {
@@ -212,7 +213,7 @@ __device__ inline void store_sums(float *to, const float (&sums)[4], int count) 
     }
 }
 
-template <int TYPE, int LANE, int ROWS, int ALIGN>
+template <int TYPE, int LANE, int ROWS, int ALIGN, class Book>
 __device__ inline void few(const Shape &shape, const Job &job, const float *x, float *out,
                            unsigned char *shared, Book book) {
     const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -252,48 +253,43 @@ __device__ inline void few(const Shape &shape, const Job &job, const float *x, f
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void matmul_few(const float *x, const unsigned char *data, float *out, long long,
                            long long tokens, long long rows, long long cols, long long slice,
-                           long long warps_per_tile, long long pitch, long long columns,
-                           long long copies) {
+                           long long warps_per_tile, long long pitch, long long columns) {
     extern __shared__ uint4 shared[];
     const Shape shape = {static_cast<int>(rows),  static_cast<int>(cols),
                          static_cast<int>(slice), static_cast<int>(warps_per_tile),
                          static_cast<int>(pitch), static_cast<int>(columns)};
-    const Book book = load_book<TYPE>(reinterpret_cast<unsigned *>(shared), copies);
+    const auto book = load_book<TYPE, BOOK_COPIES<TYPE>>(reinterpret_cast<unsigned *>(shared));
     if (Codec<TYPE>::BOOK) __syncthreads();
-    const int first = 8 * blockIdx.y;
-    const Job job = {data, nullptr, first, min(8, static_cast<int>(tokens) - first)};
-    few<TYPE, LANE, ROWS, ALIGN>(shape, job, x, out,
-                                 reinterpret_cast<unsigned char *>(shared) +
-                                     4 * copies * Codec<TYPE>::BOOK,
-                                 book);
+    const int first = shape.columns * blockIdx.y;
+    const Job job = {data, nullptr, first, min(shape.columns, static_cast<int>(tokens) - first)};
+    few<TYPE, LANE, ROWS, ALIGN>(
+        shape, job, x, out, reinterpret_cast<unsigned char *>(shared) + BOOK_BYTES<TYPE>, book);
 }
 
 // grouped_few: pairs sorted by expert; grid (row tiles / tiles per block, P). Block row y makes the
-// pairs y .. y + 7 of an expert if y is the first pair of the expert or a multiple of eight after
+// `columns` pairs from y on of an expert if y is its first pair or a multiple of `columns` after
 // it, else nothing.
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void grouped_few(const float *x, const long long *blobs, const int *row_of,
                             const int *expert_start, float *out, long long, long long rows,
                             long long cols, long long offset_bytes, long long experts,
                             long long slice, long long warps_per_tile, long long pitch,
-                            long long columns, long long copies) {
+                            long long columns) {
     extern __shared__ uint4 shared[];
     __shared__ int found;
     const int pair = blockIdx.y;
     const Shape shape = {static_cast<int>(rows),  static_cast<int>(cols),
                          static_cast<int>(slice), static_cast<int>(warps_per_tile),
                          static_cast<int>(pitch), static_cast<int>(columns)};
-    const Book book = load_book<TYPE>(reinterpret_cast<unsigned *>(shared), copies);
+    const auto book = load_book<TYPE, BOOK_COPIES<TYPE>>(reinterpret_cast<unsigned *>(shared));
     for (int e = threadIdx.x; e < experts; e += blockDim.x)
         if (expert_start[e] <= pair && pair < expert_start[e + 1]) found = e;
     __syncthreads();
     const int expert = found, start = expert_start[expert], end = expert_start[expert + 1];
-    if ((pair - start) % 8 != 0) return;
+    if ((pair - start) % shape.columns != 0) return;
     const unsigned char *matrix =
         reinterpret_cast<const unsigned char *>(blobs[expert]) + offset_bytes;
-    const Job job = {matrix, row_of, pair, min(8, end - pair)};
-    few<TYPE, LANE, ROWS, ALIGN>(shape, job, x, out,
-                                 reinterpret_cast<unsigned char *>(shared) +
-                                     4 * copies * Codec<TYPE>::BOOK,
-                                 book);
+    const Job job = {matrix, row_of, pair, min(shape.columns, end - pair)};
+    few<TYPE, LANE, ROWS, ALIGN>(
+        shape, job, x, out, reinterpret_cast<unsigned char *>(shared) + BOOK_BYTES<TYPE>, book);
 }

@@ -11,9 +11,9 @@
 #include "mma.cuh"
 #include "weights.cuh"
 
-constexpr int STAGE = 128;       // k per stage of activations: four steps
-constexpr int LANE_PITCH = 80;   // bytes of a lane's four octets, and 16 so that banks differ
-constexpr int TOKEN_PITCH = 320; // bytes of a token in a stage
+constexpr int STAGE = 128;        // k per stage of activations: four steps
+constexpr int LANE_PITCH = 80;    // bytes of a lane's four octets, and 16 so that banks differ
+constexpr int TOKEN_PITCH = 320;  // bytes of a token in a stage
 
 // One tile: matrix, first row, and the tokens, which are rows `first ...` of out.
 struct Tile {
@@ -38,13 +38,13 @@ struct Many {
     unsigned char *raw;
     unsigned char *x;
     int *sources;  // row of x of each token of the tile
-    Book book;
+    Book<1> book;
 
     __device__ Many(unsigned char *shared)
         : raw(shared),
           x(raw + RAW_STAGES * RAW_STAGE_BYTES),
           sources(reinterpret_cast<int *>(x + STAGES * X_STAGE_BYTES)),
-          book(load_book<TYPE>(reinterpret_cast<unsigned *>(sources + TOKENS), 1)) {}
+          book(load_book<TYPE, 1>(reinterpret_cast<unsigned *>(sources + TOKENS))) {}
 
     __device__ static const unsigned char *row_at(const Tile &tile, int row, int rows, int cols,
                                                   int raw_stage) {
@@ -123,14 +123,14 @@ struct Many {
             uint4 activations[8];
 #pragma unroll
             for (int n = 0; n < 8; n++)
-                activations[n] = *reinterpret_cast<const uint4 *>(own_x + 8 * n * TOKEN_PITCH +
-                                                                  16 * step);
+                activations[n] =
+                    *reinterpret_cast<const uint4 *>(own_x + 8 * n * TOKEN_PITCH + 16 * step);
             Octet w[2][2];
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                w[i / 2][i % 2] = decode<TYPE, LANE, STEP_ALIGN>(
-                    {own_raw + 8 * i * PITCH, phase[i / 2][i % 2]}, FIRST + step, t, book,
-                    scale[i / 2][i % 2]);
+                w[i / 2][i % 2] =
+                    decode<TYPE, LANE, STEP_ALIGN>({own_raw + 8 * i * PITCH, phase[i / 2][i % 2]},
+                                                   FIRST + step, t, book, scale[i / 2][i % 2]);
 #pragma unroll
             for (int n = 0; n < 8; n += 2) {
                 if (!WHOLE && 8 * n >= tokens) break;
@@ -195,7 +195,7 @@ struct Many {
 
 // matmul_many: grid (token tiles * row tiles), token tiles innermost
 template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS, int STAGES>
-__global__ void __launch_bounds__(32 * ROW_WARPS *TOKEN_WARPS)
+__global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
     matmul_many(const float *, const unsigned short *activations, const unsigned char *data,
                 float *out, long long, long long tokens, long long rows, long long cols,
                 long long slice) {
@@ -239,7 +239,7 @@ __device__ inline void count_tiles(int *prefix, const int *expert_start, int exp
 // grouped_many: pairs sorted by expert; any grid, whose blocks go round robin through the tiles of
 // (expert, its tokens, weight rows), rows innermost.
 template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS, int STAGES>
-__global__ void __launch_bounds__(32 * ROW_WARPS *TOKEN_WARPS)
+__global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
     grouped_many(const float *, const unsigned short *activations, const long long *blobs,
                  const int *row_of, const int *expert_start, float *out, long long, long long rows,
                  long long cols, long long offset_bytes, long long experts, long long slice) {
@@ -256,8 +256,10 @@ __global__ void __launch_bounds__(32 * ROW_WARPS *TOKEN_WARPS)
         int low = 0, high = num_experts - 1;  // the last expert whose prefix is <= token_tile
         while (low < high) {
             const int middle = (low + high + 1) / 2;
-            if (prefix[middle] <= token_tile) low = middle;
-            else high = middle - 1;
+            if (prefix[middle] <= token_tile)
+                low = middle;
+            else
+                high = middle - 1;
         }
         const int start = expert_start[low];
         const int first = start + (token_tile - prefix[low]) * Block::TOKENS;

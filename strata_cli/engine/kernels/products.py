@@ -25,7 +25,7 @@ NO_LIMIT = 1 << 30
 FEW_COLUMNS = 8  # activation rows that a block of the few-row function takes at a time
 FEW_SHARED_BYTES = 96 << 10  # most that it asks for: two blocks fit a multiprocessor
 FEW_WARPS = 16
-BOOK_WORDS = 4096  # a code book is kept in so many words of shared memory, several times
+BOOK_BYTES = 16 << 10  # a code book takes in shared memory for few rows, several times over
 WARP_ROWS = 32
 WARP_TOKENS = 64
 TOKEN_PITCH = 320  # bytes of one token in a stage of 128 k
@@ -160,10 +160,6 @@ def _few_warp(matrix: Matrix, rows: int, columns: int) -> _Warp:
     return _Warp(pitch, rows * pitch + slice_weights // 32 * columns * 64 * planes)
 
 
-def _book_copies(qtype: QuantType) -> int:
-    return BOOK_WORDS // max(len(code_book(qtype)), BOOK_WORDS // 16)
-
-
 def few_tile_rows(matrix: Matrix) -> int:
     """Weight rows of a warp: eight where sixteen would leave multiprocessors idle."""
     return 16 if matrix.rows >= 4096 else 8
@@ -189,8 +185,7 @@ def few_plan(
     columns = min(FEW_COLUMNS, tokens)
     num_slices = blocks(matrix.cols, slice_cols(matrix.qtype, matrix.cols))
     warp = _few_warp(matrix, tile_rows, columns)
-    copies = _book_copies(matrix.qtype)
-    book_bytes = 4 * copies * len(code_book(matrix.qtype))
+    book_bytes = BOOK_BYTES if code_book(matrix.qtype) else 0
     tile_bytes = 4 * num_slices * tile_rows * columns
     limit = min(shared_bytes, FEW_SHARED_BYTES) - book_bytes
     warps_per_tile = min(num_slices, FEW_WARPS, max(0, limit - tile_bytes) // warp.nbytes)
@@ -214,7 +209,6 @@ def few_plan(
             warps_per_tile,
             warp.pitch,
             columns,
-            copies,
         ),
     )
 

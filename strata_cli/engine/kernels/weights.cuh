@@ -16,7 +16,8 @@
 template <int TYPE>
 constexpr float GAIN = TYPE == F16 ? 1.0f : 64.0f;
 
-// Bytes in shared memory at an offset, a multiple of ALIGN, from a place aligned to 16 bytes.
+// Bytes in shared memory at an offset, a multiple of ALIGN, from a place aligned to 16 bytes. Up to
+// seven bytes beyond what is asked for may be read, and are ignored.
 template <int ALIGN>
 struct Staged {
     const unsigned char *base;
@@ -27,10 +28,13 @@ struct Staged {
         if constexpr (ALIGN == 1) return u32(at) & 0xffff;
         return *reinterpret_cast<const unsigned short *>(base + offset + at);
     }
+    // What is known of `at` modulo 4 is kept out of the sum with the offset, of which little is:
+    // the compiler then sees that most reads share their alignment.
     __device__ unsigned u32(int at) const {
-        const int bit = 8 * ((offset + at) & 3);
-        const unsigned *words = reinterpret_cast<const unsigned *>(base + ((offset + at) & ~3));
-        return window(words[0], bit ? words[1] : 0, bit);
+        const int rest = at & 3, start = offset + rest, bit = 8 * (start & 3);
+        const unsigned *words =
+            reinterpret_cast<const unsigned *>(base + (start & ~3) + (at - rest));
+        return window(words[0], words[1], bit);
     }
 };
 
@@ -44,7 +48,9 @@ struct Rows {
     static constexpr int BLOCK_OCTETS = IS_FLOAT ? 1 << 20 : Type::WEIGHTS / 8;
 
     // Bytes of a row's first k weights, k a multiple of the span.
-    __host__ __device__ static constexpr int bytes(int k) { return k / Type::WEIGHTS * Type::BYTES; }
+    __host__ __device__ static constexpr int bytes(int k) {
+        return k / Type::WEIGHTS * Type::BYTES;
+    }
 
     // The k of octet step % OCTETS of lane t, counted from the start of step 0.
     __device__ static int k_of(int step, int t) {
@@ -65,8 +71,9 @@ struct RowScale {
 
 // The octet of lane t at a step, times the gain. `row` begins at step 0; `step` should be known at
 // compile time. Call it for each step in turn with the same `scale`.
-template <int TYPE, int LANE, int ALIGN>
-__device__ inline Octet decode(const Staged<ALIGN> &row, int step, int t, Book book, RowScale &scale) {
+template <int TYPE, int LANE, int ALIGN, class Book>
+__device__ inline Octet decode(const Staged<ALIGN> &row, int step, int t, Book book,
+                               RowScale &scale) {
     using R = Rows<TYPE, LANE>;
     using Type = typename R::Type;
     const int octet = R::k_of(step, t) / 8;
@@ -89,7 +96,7 @@ __device__ inline Octet decode(const Staged<ALIGN> &row, int step, int t, Book b
         }
         Octet w = Type::codes(block, own, book);
         for (int i = 0; i < 4; i++) {
-            if constexpr (Type::BIAS != 0) w.pair[i] = add2(w.pair[i], MINUS_BIAS<Type::BIAS>);
+            if constexpr (Type::BIAS != 0) w.pair[i] = add2(w.pair[i], MINUS<Type::BIAS>);
             w.pair[i] = Type::HAS_MIN ? fma2(w.pair[i], scale.scale, scale.minimum)
                                       : mul2(w.pair[i], scale.scale);
         }
@@ -97,13 +104,17 @@ __device__ inline Octet decode(const Staged<ALIGN> &row, int step, int t, Book b
     }
 }
 
-// Copies a code book of the compilation to shared memory, `copies` times side by side, by all
-// threads of the block; returns the calling lane's copy. Does not wait for the others.
+// How often the few-row function keeps a type's code book: 16 KiB.
 template <int TYPE>
-__device__ inline Book load_book(unsigned *shared, int copies) {
+constexpr int BOOK_COPIES = Codec<TYPE>::BOOK ? 4096 / Codec<TYPE>::BOOK : 1;
+
+// Copies the code book of the compilation to shared memory by all threads of the block; returns
+// the calling lane's copy. Does not wait for the others.
+template <int TYPE, int COPIES>
+__device__ inline Book<COPIES> load_book(unsigned *shared) {
     if constexpr (Codec<TYPE>::BOOK != 0) {
-        for (int i = threadIdx.x; i < Codec<TYPE>::BOOK * copies; i += blockDim.x)
-            shared[i] = BOOK[i / copies];
+        for (int i = threadIdx.x; i < Codec<TYPE>::BOOK * COPIES; i += blockDim.x)
+            shared[i] = BOOK[i / COPIES];
     }
-    return {shared + (threadIdx.x & (copies - 1)), copies};
+    return {shared + threadIdx.x % COPIES};
 }
