@@ -4,8 +4,9 @@ Field names follow the Hugging Face `qwen4_exp` configuration, so that `config.j
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 # What transformers derives from seed 1234 for an n-gram size of 3 and 8192 tokens. They are part of
 # the trained weights: other multipliers would send every n-gram to another row.
@@ -40,7 +41,7 @@ class DemoConfig:
     ngram_vocab_size_base: int = 8192
     indexer_n_heads: int = 2
     indexer_head_dim: int = 64
-    indexer_budget: int = 2048
+    indexer_budget: int = 512
     indexer_compress_ratio: int = 16
     max_position_embeddings: int = 2048
     rope_theta: float = 10000.0
@@ -93,6 +94,27 @@ def primes_above(base: int, count: int) -> tuple[int, ...]:
             found.append(number)
         number += 1
     return tuple(found)
+
+
+def hugging_face_config(config: DemoConfig) -> dict[str, Any]:
+    """Return the configuration as transformers' `qwen4_exp` reads it."""
+    values = asdict(config)
+    rope = {"rope_type": "default", "mrope_interleaved": True}
+    for key in ("rope_theta", "partial_rotary_factor", "mrope_section"):
+        rope[key] = values.pop(key)
+    values["ple_layer_ids"] = [values.pop("ple_layer") + 1]
+    return values | {
+        "rope_parameters": rope,
+        "linear_value_head_dim": config.linear_key_head_dim,
+        "indexer_kv_heads": 1,
+        "ple_embed_dim": config.hidden_size,
+        "split_ngram_parts": 1,
+        "tie_word_embeddings": True,
+        "output_gate_type": "sigmoid",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
 
 
 def read_config(path: Path) -> DemoConfig:
