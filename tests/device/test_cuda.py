@@ -441,9 +441,13 @@ def test_a_graph_keeps_its_buffers(device: CudaDevice, driver: FakeDriver) -> No
     assert "cuGraphExecDestroy" in driver.names()
 
 
-def test_a_host_function_in_a_graph_is_dropped_with_it(device: CudaDevice) -> None:
+def test_a_host_function_in_a_graph_is_dropped_with_it(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from strata_cli.engine.device import cuda_stream
     from strata_cli.engine.device.cuda_calls import host_calls
 
+    monkeypatch.setattr(cuda_stream, "launch_in_graph", lambda *_: (0,))
     before, stream = len(host_calls.pending), device.stream("compute")
     stream.call(lambda: None)
     assert len(host_calls.pending) == before

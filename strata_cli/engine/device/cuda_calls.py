@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 from strata_cli.errors import DeviceError
 
@@ -66,6 +67,18 @@ class HostCalls:
 
 
 host_calls = HostCalls()
+
+
+def launch_in_graph(driver: Any, stream: Any, number: int) -> tuple[Any]:
+    """Adds a host function to a stream that is being captured; answers as a binding does.
+
+    Straight to the driver: the bindings pass their own record of the call along and free it after
+    the first run, and a graph runs it again and again.
+    """
+    library = ctypes.CDLL("libcuda.so.1")
+    launch = library.cuLaunchHostFunc
+    launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    return (driver.CUresult(launch(int(stream), host_calls.address, number)),)
 
 
 class CallInGraph:

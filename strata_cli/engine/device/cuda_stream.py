@@ -17,7 +17,7 @@ from strata_cli.engine.device.base import (
     Launch,
     Tensor,
 )
-from strata_cli.engine.device.cuda_calls import CallInGraph, Failure, host_calls
+from strata_cli.engine.device.cuda_calls import CallInGraph, Failure, host_calls, launch_in_graph
 from strata_cli.engine.device.cuda_driver import Context, check, failed
 from strata_cli.engine.device.cuda_event import CudaGraph, cuda_event, is_done
 from strata_cli.engine.device.cuda_kernels import Arguments, Loader
@@ -185,6 +185,9 @@ class CudaStream:
         numbers.append(number)
         if self._capturing is not None:
             self._capturing.kept.append(CallInGraph(number))
+            answer = launch_in_graph(self._driver, stream, number)
+            check("cuLaunchHostFunc() in a graph", answer)
+            return
         entry = self._driver.CUhostFn(host_calls.address)
         check("cuLaunchHostFunc()", self._driver.cuLaunchHostFunc(stream, entry, number))
 
