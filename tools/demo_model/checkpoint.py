@@ -64,7 +64,7 @@ def read_checkpoint(folder: Path) -> Arrays:
     return tensors
 
 
-def write_checkpoint(folder: Path, tensors: Arrays, shard_bytes: int = 15_000_000) -> list[Path]:
+def write_checkpoint(folder: Path, tensors: Arrays, shard_bytes: int = 16_000_000) -> list[Path]:
     """Write bfloat16 shards of at most `shard_bytes` each (a larger single tensor stands alone).
 
     Tensors go out in name order, so equal weights give equal bytes. Returns the files written.
