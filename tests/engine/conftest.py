@@ -26,7 +26,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", params=["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device_name(request: pytest.FixtureRequest) -> str:
     """A device that is there."""
-    name: str = request.param
+    return _present(request.param)
+
+
+@pytest.fixture(scope="session")
+def gpu() -> str:
+    """A GPU that is there; tests that use it are marked gpu."""
+    return _present("cuda:0")
+
+
+def _present(name: str) -> str:
     try:
         open_device(name).close()
     except ConfigError as error:
