@@ -1,0 +1,136 @@
+"""Time of every launch of a pass, by events around it, without the host's own time in between."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+from strata_cli.engine.device.base import (
+    Device,
+    Event,
+    Kernel,
+    KernelArgument,
+    Launch,
+    Stream,
+    Tensor,
+)
+from strata_cli.engine.model.quants import QuantType, row_bytes
+
+GROUP = 64  # launches that are enqueued while the stream stands still, then run back to back
+PATIENCE_S = 20.0
+
+
+class Row(NamedTuple):
+    """All launches of one kernel in a pass: how many, how long, and the bytes they must move."""
+
+    kernel: str
+    launches: int
+    us: float
+    nbytes: int
+
+    @property
+    def gbps(self) -> float:
+        return self.nbytes / self.us / 1e3 if self.us else 0.0
+
+
+class TimedStream:
+    """Passes everything on to a stream; times its launches.
+
+    A group of launches is enqueued behind a host function that waits, so that the time between two
+    events is a kernel's own (and about a microsecond of the event), not the enqueueing's.
+    """
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self._device = device
+        self._stream = stream
+        self._gate: threading.Event | None = None
+        self._in_group = 0
+        self._last: Event | None = None
+        self._times: list[tuple[str, int, Event, Event]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
+        if self._gate is None:
+            self._open_group()
+        assert self._last is not None
+        self._stream.launch(kernel, launch, *args)
+        event = self._mark()
+        self._times.append((label(kernel, args), bytes_moved(kernel, args), self._last, event))
+        self._last = event
+        self._in_group += 1
+        if self._in_group == GROUP:
+            self._run_group()
+
+    def rows(self) -> list[Row]:
+        """By kernel, the longest first. Waits for the stream."""
+        self._run_group()
+        self._stream.synchronize()
+        launches: dict[str, int] = defaultdict(int)
+        us: dict[str, float] = defaultdict(float)
+        nbytes: dict[str, int] = defaultdict(int)
+        for name, moved, start, stop in self._times:
+            launches[name] += 1
+            us[name] += stop.elapsed_ms(start) * 1e3
+            nbytes[name] += moved
+        rows = [Row(name, launches[name], us[name], nbytes[name]) for name in us]
+        return sorted(rows, key=lambda row: -row.us)
+
+    def _mark(self) -> Event:
+        event = self._device.event(timing=True)
+        self._stream.record(event)
+        return event
+
+    def _open_group(self) -> None:
+        gate = self._gate = threading.Event()
+
+        def stand() -> None:
+            gate.wait(PATIENCE_S)
+
+        self._stream.call(stand)
+        self._last = self._mark()
+        self._in_group = 0
+
+    def _run_group(self) -> None:
+        if self._gate is not None:
+            self._gate.set()
+            self._gate = None
+
+
+class Product(NamedTuple):
+    """What a launch of a product multiplies with."""
+
+    qtype: QuantType
+    rows: int
+    cols: int
+
+
+def product(kernel: Kernel, args: tuple[KernelArgument, ...]) -> Product | None:
+    """The matrix of a dense or grouped product; None for other kernels."""
+    numbers = [int(a) for a in args if not isinstance(a, Tensor)]
+    if kernel.name.startswith("matmul"):
+        qtype, _, rows, cols = numbers
+    elif kernel.name.startswith("grouped"):
+        qtype, rows, cols, _ = numbers
+    else:
+        return None
+    return Product(QuantType(qtype), rows, cols)
+
+
+def label(kernel: Kernel, args: tuple[KernelArgument, ...]) -> str:
+    matrix = product(kernel, args)
+    return f"{kernel.name} {matrix.rows}x{matrix.cols}" if matrix else kernel.name
+
+
+def bytes_moved(kernel: Kernel, args: tuple[KernelArgument, ...]) -> int:
+    """Bytes of the tensors, and of the matrices that a grouped product finds by address."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    matrix = product(kernel, args)
+    if matrix is not None and kernel.name.startswith("grouped"):
+        starts, pairs = tensors[-2], tensors[-3]
+        used = min(pairs.shape[0], starts.shape[0] - 1)
+        nbytes += used * matrix.rows * row_bytes(matrix.qtype, matrix.cols)
+    return nbytes
