@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.forward.state import StateHash
-from strata_cli.engine.kernels.hash import fnv1a64
+from strata_cli.engine.kernels.hash import FNV_OFFSET, fnv1a64
 from tests.engine.passes import read_together
 from tests.engine.readings import TEXT, Reading, assert_same, bits, cut, open_engine, read_in_parts
 from tests.engine.strategies import EOS
@@ -112,6 +112,20 @@ def test_a_token_that_differs_shows_in_every_component(engine: Engine) -> None:
     # The last two tokens are what n-grams look back on; the last block is the tail alone.
     assert differing(base, states[0]) == {"gdn", "ple", "tail", "pooled", "kv"}
     assert differing(base, states[1]) == {"gdn", "ple", "tail", "kv", "ple_prev"}
+
+
+def test_pooled_keys_count_by_complete_blocks_and_the_tail_is_the_rest(engine: Engine) -> None:
+    """Blocks of four: nothing hashed leaves the hash where it starts."""
+    with engine.sequence() as sequence:
+        states = []
+        for token in TEXT[:8]:
+            sequence.step(token)
+            states.append(sequence.state_hash())
+    assert [state.tail == FNV_OFFSET for state in states] == [False, False, False, True] * 2
+    pooled = [state.pooled for state in states]
+    assert pooled[:3] == [FNV_OFFSET] * 3
+    assert pooled[3:7] == [pooled[3]] * 4
+    assert len({FNV_OFFSET, pooled[3], pooled[7]}) == 3
 
 
 def test_the_state_of_no_tokens_is_that_of_a_new_sequence(engine: Engine) -> None:

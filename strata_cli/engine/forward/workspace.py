@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -180,6 +181,7 @@ class Workspace:
     def take_shaped(self, name: str, *shape: int) -> Tensor:
         """The first elements of a scratch tensor under another shape (for narrower layers)."""
         whole = self._tensors[name]
+        assert math.prod(shape) <= whole.size, f"{name} {shape} exceeds {whole.shape}"
         return Tensor.over(self._buffer, shape, whole.dtype, whole.offset_bytes)
 
     def close(self) -> None:
