@@ -58,6 +58,8 @@ class FakeDriver:
         CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN=SimpleNamespace(name="shared"),
     )
     CUmemcpyAttributes = SimpleNamespace
+    CUlaunchConfig = CUlaunchAttribute = CUlaunchAttributeValue = SimpleNamespace
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
     CUdeviceptr = int
     CUhostFn = int
 

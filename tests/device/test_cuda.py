@@ -368,6 +368,25 @@ def test_large_shared_memory_is_asked_for_once(device: CudaDevice, driver: FakeD
 
 
 @pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(("capability", "is_early"), [((9, 0), True), ((8, 9), False)])
+def test_an_early_launch_does_not_wait_where_the_gpu_can(
+    driver: FakeDriver, tmp_path: Path, capability: tuple[int, int], is_early: bool
+) -> None:
+    driver.capability = capability
+    with CudaDevice(fake_gpu(driver), CudaOptions(cache_folder=tmp_path)) as device:
+        launch = Launch(items=1, grid=(2, 3, 4), block=(32, 1, 1), shared_bytes=8, early=True)
+        device.stream("compute").launch(KERNEL, launch)
+    calls = driver.arguments("cuLaunchKernelEx")
+    assert [bool(calls), "cuLaunchKernel" in driver.names()] == [is_early, not is_early]
+    if is_early:
+        config = calls[0][0]
+        assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (2, 3, 4)
+        assert (config.blockDimX, config.sharedMemBytes, config.numAttrs) == (32, 8, 1)
+        assert config.attrs[0].id == 6
+        assert config.attrs[0].value.programmaticStreamSerializationAllowed == 1
+
+
+@pytest.mark.usefixtures("built")
 def test_a_template_instance_is_found_by_its_symbol(device: CudaDevice, driver: FakeDriver) -> None:
     kernel = Kernel("work_3", body, body, "work.cu", function="work<3>")
     device.prepare([kernel, kernel])

@@ -183,6 +183,9 @@ class Launch:
         shared_bytes: dynamic shared memory on a GPU.
         extents: sizes that a CUDA function, which gets bare pointers, takes after the arguments,
             each a ``long long``. The host's arrays carry theirs.
+        early: on a GPU that can, the function starts before the launch ahead of it is done. It must
+            itself wait for that (``griddepcontrol.wait``) before it reads or writes anything that
+            other launches write or read.
     """
 
     items: int
@@ -191,6 +194,7 @@ class Launch:
     block: tuple[int, int, int] = (1, 1, 1)
     shared_bytes: int = 0
     extents: tuple[int, ...] = ()
+    early: bool = False
 
 
 class Event(Protocol):

@@ -27,6 +27,7 @@ from strata_cli.errors import DeviceError, ShapeError
 
 logger = logging.getLogger(__name__)
 
+EARLY_CAPABILITY = (9, 0)  # from here on a launch may start before the one ahead of it is done
 BATCH_COPY_DRIVER = 13_000  # the form of cuMemcpyBatchAsync that these bindings call
 
 
@@ -72,21 +73,41 @@ class CudaStream:
         arguments.fill(args)
         if self._capturing is not None:
             self._capturing.kept += [a.buffer for a in args if isinstance(a, Tensor)]
-        status = self._driver.cuLaunchKernel(
-            function.handle,
-            *launch.grid,
-            *launch.block,
-            launch.shared_bytes,
-            stream,
-            arguments.address,
-            0,
-        )[0]
+        if launch.early and self._context.gpu.capability >= EARLY_CAPABILITY:
+            config = self._early_config(launch, stream)
+            status = self._driver.cuLaunchKernelEx(config, function.handle, arguments.address, 0)[0]
+        else:
+            status = self._driver.cuLaunchKernel(
+                function.handle,
+                *launch.grid,
+                *launch.block,
+                launch.shared_bytes,
+                stream,
+                arguments.address,
+                0,
+            )[0]
         if status:
             raise failed(
                 f"cuLaunchKernel({kernel.name}, grid {launch.grid}, block {launch.block}, "
                 f"shared bytes {launch.shared_bytes})",
                 status,
             )
+
+    def _early_config(self, launch: Launch, stream: Any) -> Any:
+        """A launch that need not wait for the one ahead of it."""
+        driver = self._driver
+        config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+        config.sharedMemBytes = launch.shared_bytes
+        config.hStream = stream
+        ids = driver.CUlaunchAttributeID
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        value = driver.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute.value = value
+        config.attrs, config.numAttrs = [attribute], 1
+        return config
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         stream = self._enter("copy")
