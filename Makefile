@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
+CUDA := $(VENV)/.cuda-installed
 CUDA_SOURCES = $(shell find strata_cli tests -name '*.cu' -o -name '*.cuh')
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -28,7 +29,7 @@ endef
 export DEMO_SYSTEM DEMO_PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt fmt-check lint types imports docs docs-check clean
+.PHONY: help setup demo test test-gpu gpu-bundle check fmt fmt-check lint types imports docs docs-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +44,12 @@ demo: $(CORE) ## ask the embedded model which section a package belongs to
 
 test: $(DEV) ## run the tests that need no GPU
 	$(BIN)/python -m pytest -q -m "not gpu"
+
+test-gpu: $(CUDA) ## run the tests that need a GPU
+	$(BIN)/python -m pytest -q -m gpu
+
+gpu-bundle: $(DEV) ## pack all that a GPU machine without a network needs; ONLY="gguf orjson" for few wheels
+	$(BIN)/python -m tools.gpu_bundle $(if $(ONLY),--only $(ONLY))
 
 check: fmt-check lint types imports test docs-check ## everything that must hold before a commit
 
@@ -84,4 +91,9 @@ $(CORE): pyproject.toml
 $(DEV): $(CORE)
 	@echo "installing the developer's tools into $(VENV), once"
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(CUDA): $(DEV)
+	@echo "installing the CUDA bindings and the kernel compiler into $(VENV), once"
+	@$(BIN)/python -m pip install --quiet --editable '.[dev,cuda]'
 	@touch $@
