@@ -161,6 +161,42 @@ def test_a_value_head_uses_the_key_head_of_its_remainder(lab: Lab) -> None:
     np.testing.assert_array_equal(changed, [True, False, True, False])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 70])
+def test_the_full_width_delta_rule_matches_numpy_however_it_is_cut(
+    gpu_lab: Lab, num_tokens: int
+) -> None:
+    case = delta_case(num_tokens, 16, 3, 128)
+    out, state = run_delta(gpu_lab, case)
+    expected, expected_state = DELTA_RULE.reference(*case, EPS)
+    assert_close(out, expected)
+    assert_close(state, expected_state)
+    for cuts in ([0.02, 0.5], [0.25, 0.26, 0.98]):
+        cut_out, cut_state = run_delta(gpu_lab, case, cuts)
+        np.testing.assert_array_equal(cut_out, out)
+        np.testing.assert_array_equal(cut_state, state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_tokens", "channels", "num_taps"), [(1, 10_240, 4), (97, 131, 7)])
+def test_a_gpu_convolves_and_norms_with_the_hosts_bits(
+    host_lab: Lab, gpu_lab: Lab, num_tokens: int, channels: int, num_taps: int
+) -> None:
+    conv = conv_case(num_tokens, channels, num_taps)
+    o, z, weight = normal(1, num_tokens, 6 * 128), normal(2, num_tokens, 6 * 128), normal(3, 128)
+    host, gpu = (
+        [*run_conv(lab, *conv), run_norm(lab, o, z, weight)] for lab in (host_lab, gpu_lab)
+    )
+    for actual, expected in zip(gpu, host, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def run_norm(lab: Lab, o: Floats, z: Floats, weight: Floats) -> Floats:
+    out = lab.empty(o.shape)
+    gated_norm(lab.stream, lab.put(o), lab.put(z), lab.put(weight), EPS, out)
+    return lab.get(out)
+
+
 @given(
     num_tokens=st.integers(1, 9),
     num_heads=st.integers(1, 5),
@@ -173,9 +209,7 @@ def test_gated_norm_matches_numpy(
 ) -> None:
     o, z = normal(seed, num_tokens, num_heads * dim), normal(seed + 1, num_tokens, num_heads * dim)
     weight = normal(seed + 2, dim)
-    out = lab.empty(o.shape)
-    gated_norm(lab.stream, lab.put(o), lab.put(z), lab.put(weight), EPS, out)
-    assert_close(lab.get(out), GATED_NORM.reference(o, z, weight, EPS))
+    assert_close(run_norm(lab, o, z, weight), GATED_NORM.reference(o, z, weight, EPS))
 
 
 @pytest.mark.parametrize("points", [[0.1], [0.5, 0.6], [0.3, 0.31, 0.9]])

@@ -125,6 +125,23 @@ def test_many_blocks_are_ranked_exactly(lab: Lab) -> None:
     np.testing.assert_array_equal(selected, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 70])
+def test_a_gpu_pools_and_selects_as_the_host_does(
+    host_lab: Lab, gpu_lab: Lab, num_tokens: int
+) -> None:
+    raw_keys, weight = normal(1, 4000, 128), normal(2, 128)
+    queries = normal(3, num_tokens, 4, 128)
+    positions = np.arange(4000 - num_tokens, 4000, dtype=np.int32)
+    every = np.arange(4000, dtype=np.int32)
+    pooled, selected = [], []
+    for lab in (host_lab, gpu_lab):
+        pooled.append(run_pool(lab, raw_keys, [every], 4, weight))
+        selected.append(run_select(lab, queries, pooled[0], positions, 4, 512, 33)[0])
+    np.testing.assert_array_equal(pooled[1], pooled[0])
+    np.testing.assert_array_equal(selected[1], selected[0])
+
+
 def test_selection_does_not_depend_on_cuts_neighbours_or_alignment(host_lab: Lab) -> None:
     case = normal(1, 6, 2, 24), normal(2, 70, 24), np.arange(205, 211, dtype=np.int32)
     whole, _ = run_select(host_lab, *case, 3, 11)

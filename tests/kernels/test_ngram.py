@@ -208,6 +208,21 @@ def test_convolution_matches_numpy_however_the_tokens_are_cut(
     np.testing.assert_array_equal(cut_history, history)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 2560), (45, 130)])
+def test_a_gpu_gives_the_hosts_bits(
+    host_lab: Lab, gpu_lab: Lab, num_tokens: int, size: int
+) -> None:
+    case = conv_case(num_tokens, 4, size, 4, 3, seed=1)
+    value, w = normal(9, num_tokens, size), normal(10, 2, 4 * size)
+    host, gpu = (
+        [*run_conv(lab, case), run_gate(lab, case[0], value, case[5], w)]
+        for lab in (host_lab, gpu_lab)
+    )
+    for actual, expected in zip(gpu, host, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 def test_pieces_of_a_launch_and_alignment_change_no_bit(host_lab: Lab) -> None:
     case = conv_case(40, 4, 33, 4, 3, seed=1)
     key, value, w = case[0], normal(9, 40, 33), normal(10, 2, 4 * 33)

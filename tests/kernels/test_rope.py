@@ -70,6 +70,20 @@ def test_norm_and_turn_match_numpy(
     assert_close(run(lab, src, weight, table, positions), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_heads", "dim", "gap", "rotary"), [(24, 256, 256, 64), (4, 128, 0, 64), (3, 37, 5, 10)]
+)
+def test_a_gpu_gives_the_hosts_bits(
+    host_lab: Lab, gpu_lab: Lab, num_heads: int, dim: int, gap: int, rotary: int
+) -> None:
+    src, weight = normal(1, 11, num_heads, dim + gap), normal(2, dim)
+    table = rope_table(4000, rotary, 1e7)
+    positions = np.arange(3980, 3991, dtype=np.int32)
+    host, gpu = (run(lab, src, weight, table, positions) for lab in (host_lab, gpu_lab))
+    np.testing.assert_array_equal(gpu, host)
+
+
 def test_bits_do_not_depend_on_cuts_neighbours_or_alignment(host_lab: Lab) -> None:
     src, weight, table = normal(1, 7, 3, 100), normal(2, 50), rope_table(40, 22, 1e4)
     positions = np.arange(20, 27, dtype=np.int32)
