@@ -6,7 +6,8 @@ state them. Weights of a block of 256 come in runs of 16 or 32 that share a scal
 
 from __future__ import annotations
 
-from strata_cli.engine.kernels.dequant_lanes import Block, Lanes
+from strata_cli.engine.kernels.dequant_lanes import Block
+from strata_cli.engine.kernels.lanes import Lanes
 
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _BITS = [1 << bit for bit in range(8)]

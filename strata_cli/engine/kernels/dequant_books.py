@@ -6,7 +6,8 @@ state them. Books: ``model.quants.grid``. All but iq4 store blocks of 256 weight
 
 from __future__ import annotations
 
-from strata_cli.engine.kernels.dequant_lanes import Block, Lanes
+from strata_cli.engine.kernels.dequant_lanes import Block
+from strata_cli.engine.kernels.lanes import Lanes
 
 _IQ4_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _BITS = [1 << bit for bit in range(8)]

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.jit import nogil_jit
-from strata_cli.engine.kernels.math32 import exp32, log32
+from strata_cli.engine.kernels.math32 import log32
 from strata_cli.engine.kernels.reduce import max16, sum16
+from strata_cli.engine.kernels.rows import compile_small, exp_row, subtract_twice
 from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.errors import ShapeError, StrataError
 
@@ -112,19 +113,19 @@ def require_finite(values: Floats) -> None:
 def _log_softmax(begin: int, end: int, logits: Floats, out: Floats) -> None:
     """Items: rows."""
     vocab_size = logits.shape[1]
-    exps = np.empty(min(PART_TOKENS, vocab_size), F32)
+    exps = np.empty(PART_TOKENS, F32)
+    compile_small()
     for row in range(begin, end):
-        largest = max16(logits, row * vocab_size, vocab_size)
+        at, last = row * vocab_size, (row + 1) * vocab_size
+        largest = max16(logits, at, vocab_size)
         total = F32(0.0)
-        for first in range(0, vocab_size, PART_TOKENS):
-            size = min(PART_TOKENS, vocab_size - first)
-            for v in range(size):
-                exps[v] = exp32(F32(logits[row, first + v] - largest))
-            total = F32(total + sum16(exps, 0, size))
+        for first in range(at, last, PART_TOKENS):
+            size = PART_TOKENS if last - first > PART_TOKENS else last - first
+            exp_row(exps, 0, logits, first, largest, size)
+            total += sum16(exps, 0, size)
         # log32 reads bits and would make a number of NaN.
         log_total = log32(total) if total == total else total
-        for v in range(vocab_size):
-            out[row, v] = F32(F32(logits[row, v] - largest) - log_total)
+        subtract_twice(out, at, logits, at, largest, log_total, vocab_size)
 
 
 def log_softmax_reference(logits: Floats) -> Floats:

@@ -12,8 +12,18 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.jit import nogil_jit
-from strata_cli.engine.kernels.math32 import fma, sigmoid32, silu32
+from strata_cli.engine.kernels.math32 import sigmoid32
 from strata_cli.engine.kernels.reduce import rms_scale
+from strata_cli.engine.kernels.rows import (
+    add_gated_row,
+    add_scaled_row,
+    clear_row,
+    compile_small,
+    divide_row,
+    multiply_row,
+    scale_row,
+    silu_row,
+)
 from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.errors import ShapeError
 
@@ -140,45 +150,46 @@ def _by_columns(shape: tuple[int, ...]) -> Launch:
 def _stream_norm(begin: int, end: int, x: Floats, weight: Floats, eps: float, out: Floats) -> None:
     """Items: rows of x [T * S, D] and out [T * S, D]; weight [S, D]."""
     num_streams, size = weight.shape
+    compile_small()
     for row in range(begin, end):
-        s = row % num_streams
-        scale = rms_scale(x, row * size, size, eps)
-        for d in range(size):
-            out[row, d] = F32(x[row, d] * scale) * weight[s, d]
+        at = row * size
+        scale_row(out, at, x, at, rms_scale(x, at, size, eps), size)
+        multiply_row(out, at, weight, row % num_streams * size, size)
 
 
 @nogil_jit
 def _lowrank_silu(begin: int, end: int, low: Floats, num_streams: int) -> None:
     """Items: tokens."""
+    rank = low.shape[1]
+    compile_small()
     for token in range(begin, end):
-        for r in range(low.shape[1]):
-            low[token, r] = silu32(F32(low[token, r] / F32(num_streams)))
+        divide_row(low, token * rank, F32(num_streams), rank)
+        silu_row(low, token * rank, rank)
 
 
 @nogil_jit
 def _stream_mix(begin: int, end: int, gate: Floats, normed: Floats, out: Floats) -> None:
     """Items: tokens of gate and normed [T, S, D]."""
-    num_streams = normed.shape[1]
+    _, num_streams, size = normed.shape
+    compile_small()
     for token in range(begin, end):
-        for d in range(out.shape[1]):
-            out[token, d] = F32(0.0)
+        at = token * size
+        clear_row(out, at, size)
         for s in range(num_streams):
-            for d in range(out.shape[1]):
-                weight = sigmoid32(gate[token, s, d])
-                out[token, d] = fma(weight, normed[token, s, d], out[token, d])
-        for d in range(out.shape[1]):
-            out[token, d] = F32(out[token, d] / F32(num_streams))
+            row = (token * num_streams + s) * size
+            add_gated_row(out, at, gate, row, normed, row, size)
+        divide_row(out, at, F32(num_streams), size)
 
 
 @nogil_jit
 def _stream_write(begin: int, end: int, x: Floats, out: Floats, inject: Floats) -> None:
     """Items: tokens."""
-    num_streams = x.shape[1]
+    _, num_streams, size = x.shape
+    compile_small()
     for token in range(begin, end):
         for s in range(num_streams):
-            weight = F32(F32(2.0) * sigmoid32(F32(inject[token, s] / F32(num_streams))))
-            for d in range(x.shape[2]):
-                x[token, s, d] = fma(weight, out[token, d], x[token, s, d])
+            weight = F32(2.0) * sigmoid32(inject[token, s] / F32(num_streams))
+            add_scaled_row(x, (token * num_streams + s) * size, weight, out, token * size, size)
 
 
 def stream_norm_reference(x: Floats, weight: Floats, eps: float) -> Floats:

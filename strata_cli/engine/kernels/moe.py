@@ -12,9 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
-from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
-from strata_cli.engine.kernels.math32 import exp32, fma, sigmoid32, silu32
+from strata_cli.engine.kernels.jit import nogil_jit
+from strata_cli.engine.kernels.math32 import sigmoid32
 from strata_cli.engine.kernels.reduce import max16, sum16
+from strata_cli.engine.kernels.rows import (
+    add_scaled_row,
+    clear_row,
+    compile_small,
+    divide_row,
+    exp_row,
+    swiglu_row,
+)
 from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.errors import ShapeError
 
@@ -179,46 +187,37 @@ def combine(
     stream.launch(COMBINE, launch, expert_out, pair_of, weights, shared_out, shared_logit, out)
 
 
-@inline_jit
-def _choose(logits: Floats, token: int, ids: Ints, best: Floats) -> None:
-    """Keep the largest logits of a token, and their ids, sorted; a later equal one stays behind.
-
-    Chooses by logit: it orders as the probabilities do, before any rounding.
-    """
-    top_k = ids.shape[1]
-    for e in range(logits.shape[1]):
-        score = logits[token, e]
-        if not score > LOWEST:
-            score = LOWEST
-        place = min(e, top_k)
-        while place > 0 and score > best[token, place - 1]:
-            if place < top_k:
-                best[token, place] = best[token, place - 1]
-                ids[token, place] = ids[token, place - 1]
-            place -= 1
-        if place < top_k:
-            best[token, place] = score
-            ids[token, place] = e
-
-
 @nogil_jit
 def _route(begin: int, end: int, logits: Floats, ids: Ints, weights: Floats) -> None:
-    """Items: tokens."""
+    """Items: tokens. Experts are chosen by logit: it orders as the probabilities do, unrounded.
+
+    The best so far stay sorted, in the token's own rows; a later equal one goes behind.
+    """
     num_experts, top_k = logits.shape[1], ids.shape[1]
     exps = np.empty(num_experts, F32)
+    compile_small()
     for token in range(begin, end):
-        largest = max16(logits, token * num_experts, num_experts)
-        for e in range(num_experts):
-            exps[e] = exp32(F32(logits[token, e] - largest))
+        row = token * num_experts
+        exp_row(exps, 0, logits, row, max16(logits, row, num_experts), num_experts)
         total = sum16(exps, 0, num_experts)
-        _choose(logits, token, ids, weights)
+        for e in range(num_experts):
+            score = logits[token, e]
+            score = score if score > LOWEST else LOWEST
+            place = e if e < top_k else top_k
+            while place > 0 and score > weights[token, place - 1]:
+                if place < top_k:
+                    weights[token, place] = weights[token, place - 1]
+                    ids[token, place] = ids[token, place - 1]
+                place -= 1
+            if place < top_k:
+                weights[token, place] = score
+                ids[token, place] = e
         weight_sum = F32(0.0)
         for rank in range(top_k):
-            weights[token, rank] = F32(exps[ids[token, rank]] / total)
-            weight_sum = F32(weight_sum + weights[token, rank])
+            weights[token, rank] = exps[ids[token, rank]] / total
+            weight_sum += weights[token, rank]
         weight_sum = MIN_WEIGHT_SUM if weight_sum < MIN_WEIGHT_SUM else weight_sum
-        for rank in range(top_k):
-            weights[token, rank] = F32(weights[token, rank] / weight_sum)
+        divide_row(weights, token * top_k, weight_sum, top_k)
 
 
 @nogil_jit
@@ -226,35 +225,36 @@ def _order_by_expert(
     begin: int, end: int, ids: Ints, expert_start: Ints, row_of: Ints, pair_of: Ints
 ) -> None:
     """One item: a stable counting sort, sequential."""
+    num_experts, (num_tokens, top_k) = expert_start.size - 1, ids.shape
+    compile_small()
     for _ in range(begin, end):
-        for e in range(expert_start.shape[0]):
+        for e in range(num_experts + 1):
             expert_start[e] = 0
-        for token in range(ids.shape[0]):
-            for rank in range(ids.shape[1]):
+        for token in range(num_tokens):
+            for rank in range(top_k):
                 expert_start[ids[token, rank] + 1] += 1
-        for e in range(1, expert_start.shape[0]):
-            expert_start[e] += expert_start[e - 1]
+        for e in range(num_experts):
+            expert_start[e + 1] += expert_start[e]
         # Placing advances each start to the next expert's; the shift below undoes that.
-        for token in range(ids.shape[0]):
-            for rank in range(ids.shape[1]):
+        for token in range(num_tokens):
+            for rank in range(top_k):
                 pair = expert_start[ids[token, rank]]
                 expert_start[ids[token, rank]] = pair + 1
                 row_of[pair] = token
                 pair_of[token, rank] = pair
-        for e in range(expert_start.shape[0] - 1, 0, -1):
+        for e in range(num_experts, 0, -1):
             expert_start[e] = expert_start[e - 1]
         expert_start[0] = 0
 
 
 @nogil_jit
 def _swiglu(begin: int, end: int, gate: Floats, up: Floats, out: Floats) -> None:
-    """Items: rows. The row of scratch keeps the loop vectorised when out is one of the inputs."""
-    scratch = np.empty(out.shape[1], F32)
+    """Items: rows."""
+    size = out.shape[1]
+    compile_small()
     for row in range(begin, end):
-        for f in range(out.shape[1]):
-            scratch[f] = F32(silu32(gate[row, f]) * up[row, f])
-        for f in range(out.shape[1]):
-            out[row, f] = scratch[f]
+        at = row * size
+        swiglu_row(out, at, gate, at, up, at, size)
 
 
 @nogil_jit
@@ -269,16 +269,15 @@ def _combine(
     out: Floats,
 ) -> None:
     """Items: tokens."""
+    size = out.shape[1]
+    compile_small()
     for token in range(begin, end):
-        for d in range(out.shape[1]):
-            out[token, d] = F32(0.0)
+        at = token * size
+        clear_row(out, at, size)
         for rank in range(pair_of.shape[1]):
-            pair, weight = pair_of[token, rank], weights[token, rank]
-            for d in range(out.shape[1]):
-                out[token, d] = fma(weight, expert_out[pair, d], out[token, d])
-        weight = sigmoid32(shared_logit[token, 0])
-        for d in range(out.shape[1]):
-            out[token, d] = fma(weight, shared_out[token, d], out[token, d])
+            pair = pair_of[token, rank]
+            add_scaled_row(out, at, weights[token, rank], expert_out, pair * size, size)
+        add_scaled_row(out, at, sigmoid32(shared_logit[token, 0]), shared_out, at, size)
 
 
 def route_reference(logits: Floats, top_k: int) -> Routing:

@@ -14,16 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils as numba_cgutils
 from numba.core.errors import TypingError
 
-from strata_cli.engine.kernels.jit import inline_jit, intrinsic
+from strata_cli.engine.kernels.jit import intrinsic
+from strata_cli.engine.kernels.lanes import Lanes, square_root
 
 cgutils: Any = numba_cgutils  # carries no types
-F32 = np.float32
 LANES = 16
 _FLOAT = ir.FloatType()
 _WIDE = ir.VectorType(_FLOAT, LANES)
@@ -167,8 +166,16 @@ def dot16(_typing: Any, a: Any, _ai: Any, b: Any, _bi: Any, _n: Any) -> Any:
     return types.float32(a, types.intp, b, types.intp, types.intp), generate
 
 
-@inline_jit
-def rms_scale(x: Any, start: int, n: int, eps: float) -> np.float32:
-    """1 / sqrt(mean of squares + eps) of n elements of x from start: the RMS norm's factor."""
-    mean = F32(sum_squares16(x, start, n) / F32(n))
-    return F32(F32(1.0) / np.sqrt(F32(mean + F32(eps))))
+@intrinsic
+def rms_scale(_typing: Any, x: Any, _start: Any, _n: Any, _eps: Any) -> Any:
+    """1 / sqrt(mean of squares + eps), the RMS norm's factor; takes (x, start, n, eps)."""
+    _require_float_arrays(x)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array, start, n, eps = args
+        pointer = _element_pointer(context, builder, signature.args[0], array, start)
+        lanes = _accumulate(builder, [pointer], n, 0.0, _multiply_add)
+        mean = builder.fdiv(_fold(builder, lanes, _add), builder.sitofp(n, _FLOAT))
+        return (1.0 / square_root(Lanes(builder, builder.fadd(mean, eps)))).value
+
+    return types.float32(x, types.intp, types.intp, types.float32), generate

@@ -20,6 +20,8 @@ from numba.core import cgutils as numba_cgutils
 from numba.core.errors import TypingError
 
 from strata_cli.engine.kernels.jit import intrinsic
+from strata_cli.engine.kernels.lanes import Lanes, fma
+from strata_cli.engine.kernels.math32 import exp, sigmoid, silu
 
 cgutils: Any = numba_cgutils  # carries no types
 WIDTH = 32
@@ -80,44 +82,37 @@ def _at(builder: Any, row: Value, index: Value, kind: Columns) -> Value:
     return builder.bitcast(builder.gep(row, [index]), kind.as_pointer())
 
 
-def _load(builder: Any, row: Value, index: Value, kind: Columns) -> Value:
-    return builder.load(_at(builder, row, index, kind), align=4)
+def _load(builder: Any, row: Value, index: Value, kind: Columns) -> Lanes:
+    return Lanes(builder, builder.load(_at(builder, row, index, kind), align=4))
 
 
-def _store(builder: Any, row: Value, index: Value, value: Value) -> None:
-    builder.store(value, _at(builder, row, index, value.type), align=4)
+def _store(builder: Any, row: Value, index: Value, lanes: Lanes) -> None:
+    builder.store(lanes.value, _at(builder, row, index, lanes.value.type), align=4)
 
 
-def _splat(builder: Any, value: Value, kind: Columns) -> Value:
+def _splat(builder: Any, value: Value, kind: Columns) -> Lanes:
     """The same float in every column."""
-    if kind is _FLOAT:
-        return value
-    undefined = ir.Constant(kind, ir.Undefined)
-    first = builder.insert_element(undefined, value, ir.Constant(_I32, 0))
-    zeros = ir.Constant(ir.VectorType(_I32, WIDTH), [0] * WIDTH)
-    return builder.shuffle_vector(first, undefined, zeros)
+    single = Lanes(builder, value)
+    return single if kind is _FLOAT else single.spread(WIDTH)
 
 
-def _fma(builder: Any, a: Value, b: Value, c: Value) -> Value:
-    name = "llvm.fma.f32" if a.type is _FLOAT else f"llvm.fma.v{WIDTH}f32"
-    kind = ir.FunctionType(a.type, [a.type] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
-
-
-def _elementwise(kinds: tuple[Any, ...], formula: Callable[..., Value]) -> tuple[Any, Any]:
-    """An operation out[i] = formula(builder, out[i], ...): rows as elements, floats as they are."""
+def _elementwise(kinds: tuple[Any, ...], formula: Callable[..., Lanes]) -> tuple[Any, Any]:
+    """An operation out[i] = formula(out[i], ...): rows as elements, floats as they are."""
 
     def emit(builder: Any, operands: list[Value]) -> None:
+        out, *others, n = operands
+
         def columns(index: Value, kind: Columns) -> None:
-            values = [
+            values = [_load(builder, out, index, kind)]
+            values += [
                 _splat(builder, operand, kind)
                 if operand.type is _FLOAT
                 else _load(builder, operand, index, kind)
-                for operand in operands[:-1]
+                for operand in others
             ]
-            _store(builder, operands[0], index, formula(builder, *values))
+            _store(builder, out, index, formula(*values))
 
-        _columns(builder, operands[-1], columns)
+        _columns(builder, n, columns)
 
     return _operation(kinds, emit)
 
@@ -125,19 +120,25 @@ def _elementwise(kinds: tuple[Any, ...], formula: Callable[..., Value]) -> tuple
 @intrinsic
 def scale_row(_typing: Any, out: Any, _oi: Any, x: Any, _xi: Any, scale: Any, n: Any) -> Any:
     """out = x * scale; out may be x. Takes (out, oi, x, xi, scale, n)."""
-    return _elementwise((out, _oi, x, _xi, scale, n), lambda b, _, x, scale: b.fmul(x, scale))
+    return _elementwise((out, _oi, x, _xi, scale, n), lambda _, x, scale: x * scale)
+
+
+@intrinsic
+def divide_row(_typing: Any, out: Any, _oi: Any, divisor: Any, n: Any) -> Any:
+    """out /= divisor; takes (out, oi, divisor, n)."""
+    return _elementwise((out, _oi, divisor, n), lambda out, divisor: out / divisor)
 
 
 @intrinsic
 def multiply_row(_typing: Any, out: Any, _oi: Any, x: Any, _xi: Any, n: Any) -> Any:
     """out *= x; takes (out, oi, x, xi, n)."""
-    return _elementwise((out, _oi, x, _xi, n), lambda b, out, x: b.fmul(out, x))
+    return _elementwise((out, _oi, x, _xi, n), lambda out, x: out * x)
 
 
 @intrinsic
 def add_row(_typing: Any, out: Any, _oi: Any, x: Any, _xi: Any, n: Any) -> Any:
     """out += x; takes (out, oi, x, xi, n)."""
-    return _elementwise((out, _oi, x, _xi, n), lambda b, out, x: b.fadd(out, x))
+    return _elementwise((out, _oi, x, _xi, n), lambda out, x: out + x)
 
 
 @intrinsic
@@ -145,8 +146,58 @@ def add_products(
     _typing: Any, out: Any, _oi: Any, a: Any, _ai: Any, b: Any, _bi: Any, n: Any
 ) -> Any:
     """out += a * b by fused multiply-add; takes (out, oi, a, ai, b, bi, n)."""
-    kinds = (out, _oi, a, _ai, b, _bi, n)
-    return _elementwise(kinds, lambda builder, out, a, b: _fma(builder, a, b, out))
+    return _elementwise((out, _oi, a, _ai, b, _bi, n), lambda out, a, b: fma(a, b, out))
+
+
+@intrinsic
+def add_scaled_row(_typing: Any, out: Any, _oi: Any, factor: Any, x: Any, _xi: Any, n: Any) -> Any:
+    """out += factor * x by fused multiply-add; takes (out, oi, factor, x, xi, n)."""
+    kinds = (out, _oi, factor, x, _xi, n)
+    return _elementwise(kinds, lambda out, factor, x: fma(factor, x, out))
+
+
+@intrinsic
+def add_gated_row(
+    _typing: Any, out: Any, _oi: Any, gate: Any, _gi: Any, x: Any, _xi: Any, n: Any
+) -> Any:
+    """out += sigmoid(gate) * x, the sum fused; takes (out, oi, gate, gi, x, xi, n)."""
+    kinds = (out, _oi, gate, _gi, x, _xi, n)
+    return _elementwise(kinds, lambda out, gate, x: fma(sigmoid(gate), x, out))
+
+
+@intrinsic
+def sigmoid_row(_typing: Any, out: Any, _oi: Any, x: Any, _xi: Any, n: Any) -> Any:
+    """out = sigmoid(x); out may be x. Takes (out, oi, x, xi, n)."""
+    return _elementwise((out, _oi, x, _xi, n), lambda _, x: sigmoid(x))
+
+
+@intrinsic
+def silu_row(_typing: Any, out: Any, _oi: Any, n: Any) -> Any:
+    """out = silu(out); takes (out, oi, n)."""
+    return _elementwise((out, _oi, n), silu)
+
+
+@intrinsic
+def swiglu_row(
+    _typing: Any, out: Any, _oi: Any, gate: Any, _gi: Any, up: Any, _ui: Any, n: Any
+) -> Any:
+    """out = silu(gate) * up; out may be either. Takes (out, oi, gate, gi, up, ui, n)."""
+    return _elementwise((out, _oi, gate, _gi, up, _ui, n), lambda _, gate, up: silu(gate) * up)
+
+
+@intrinsic
+def exp_row(_typing: Any, out: Any, _oi: Any, x: Any, _xi: Any, shift: Any, n: Any) -> Any:
+    """out = e ** (x - shift); out may be x. Takes (out, oi, x, xi, shift, n)."""
+    return _elementwise((out, _oi, x, _xi, shift, n), lambda _, x, shift: exp(x - shift))
+
+
+@intrinsic
+def subtract_twice(
+    _typing: Any, out: Any, _oi: Any, x: Any, _xi: Any, first: Any, second: Any, n: Any
+) -> Any:
+    """out = (x - first) - second; out may be x. Takes (out, oi, x, xi, first, second, n)."""
+    kinds = (out, _oi, x, _xi, first, second, n)
+    return _elementwise(kinds, lambda _, x, first, second: (x - first) - second)
 
 
 @intrinsic
@@ -155,7 +206,7 @@ def decay_and_add(
 ) -> Any:
     """y = factor * x + (decay * y), the sum fused; takes (y, yi, decay, factor, x, xi, n)."""
     kinds = (y, _yi, decay, factor, x, _xi, n)
-    return _elementwise(kinds, lambda b, y, decay, factor, x: _fma(b, factor, x, b.fmul(decay, y)))
+    return _elementwise(kinds, lambda y, decay, factor, x: fma(factor, x, decay * y))
 
 
 @intrinsic
@@ -180,13 +231,14 @@ def add_weighted_rows(
         out, weights, rows, stride, count, n = operands
 
         def columns(index: Value, kind: Columns) -> None:
-            total = cgutils.alloca_once(builder, kind)
-            builder.store(_load(builder, out, index, kind), total)
+            cell = cgutils.alloca_once(builder, kind)
+            builder.store(_load(builder, out, index, kind).value, cell)
             with _loop(builder, ir.Constant(_I64, 0), count, 1) as (k, _):
                 weight = _splat(builder, builder.load(builder.gep(weights, [k])), kind)
                 row = _load(builder, rows, builder.add(builder.mul(k, stride), index), kind)
-                builder.store(_fma(builder, weight, row, builder.load(total)), total)
-            _store(builder, out, index, builder.load(total))
+                total = Lanes(builder, builder.load(cell))
+                builder.store(fma(weight, row, total).value, cell)
+            _store(builder, out, index, Lanes(builder, builder.load(cell)))
 
         _columns(builder, n, columns)
 
