@@ -11,6 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.compiling import compile_ahead
 from strata_cli.engine.decode.step import Decoder
 from strata_cli.engine.device import RESERVE_BYTES, open_device
 from strata_cli.engine.device.base import Device, Stream
@@ -26,7 +27,7 @@ from strata_cli.engine.forward.outline import Sizes, auto_chunk_tokens
 from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash, new_state
 from strata_cli.engine.forward.workspace import Workspace
-from strata_cli.engine.kernels.jit import IS_COLD
+from strata_cli.engine.kernels.jit import is_cold
 from strata_cli.engine.model.chat_template import ChatTemplate
 from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.engine.model.tensors import load_model_file
@@ -37,6 +38,7 @@ from strata_cli.errors import InputError, StateError
 logger = logging.getLogger(__name__)
 
 AUTO_CONTEXT_TOKENS = 32_768
+COLD_NOTICE = "compiling kernels for this processor; later starts find them in the cache"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class EngineOptions:
         vram_reserve_bytes: what is then left to others.
         homes: where experts and the n-gram table are wanted.
         will_chat: start the chat template's process now, so that the first chat need not wait.
+        compile_ahead: on a first start on the host, compile all kernels before the first read.
     """
 
     model: Path
@@ -64,6 +67,7 @@ class EngineOptions:
     vram_reserve_bytes: int = RESERVE_BYTES
     homes: Homes = DEFAULT_HOMES
     will_chat: bool = False
+    compile_ahead: bool = True
 
 
 class Engine:
@@ -109,13 +113,15 @@ class Engine:
         options: EngineOptions,
         progress: Progress | None = None,
         notice: Notice | None = None,
+        compiling: Progress | None = None,
     ) -> Self:
-        """Load a model.
+        """Load a model; on a first start on the host, compile its kernels.
 
         Args:
             options: what to load, where, and how large.
             progress: called with (bytes done, bytes in all) while weights load.
             notice: called with a sentence when something unusual will take time.
+            compiling: called with (kernels done, kernels in all) while kernels compile.
 
         Raises:
             ModelError: the file is missing, damaged or unsupported.
@@ -125,8 +131,9 @@ class Engine:
         with ExitStack() as resources:
             model = resources.enter_context(load_model_file(options.model))
             device = resources.enter_context(_open_device(options))
-            if IS_COLD and notice is not None and device.name == "host":
-                notice("compiling kernels for this processor; later starts find them in the cache")
+            is_cold_host = options.compile_ahead and device.name == "host" and is_cold()
+            if is_cold_host and notice is not None:
+                notice(COLD_NOTICE)
             tokenizer = Tokenizer.from_metadata(model.metadata)
             chat_template = ChatTemplate.from_metadata(model.metadata)
             if chat_template is not None:
@@ -143,6 +150,8 @@ class Engine:
             resources.callback(port.close)
             resources.callback(stream.close)
             forward = Forward(model.spec, weights, workspace, stream)
+            if is_cold_host:
+                compile_ahead(forward, device, options.model, compiling)
             name = model.spec.name or options.model.stem
             logger.info("%s on %s: context %d tokens, chunks of %d", name, device.name, *sizes)
             return cls(

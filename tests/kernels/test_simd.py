@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from strata_cli.engine.kernels.jit import inline_jit
 from strata_cli.engine.kernels.pointers import address_of
 from strata_cli.engine.kernels.simd import (
     Registers,
@@ -25,7 +26,6 @@ Product = Callable[[Floats, Floats, Ints, Floats], None]
 
 
 def product_with(multiply: Callable[..., None]) -> Product:
-    @inline_jit
     def product(w: Floats, x: Floats, row_of: Ints, out: Floats) -> None:
         count, rows = out.shape
         k = w.shape[1]
@@ -41,7 +41,7 @@ def product_with(multiply: Callable[..., None]) -> Product:
             rows * 4,
         )
 
-    return product
+    return cast(Product, numba.njit(product))
 
 
 PRODUCTS: dict[str, Product] = {

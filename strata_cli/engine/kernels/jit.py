@@ -7,17 +7,23 @@ the whole room: numba by itself would keep a kernel whose helper, in another fil
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
-import numba
+import numba as numba_package
+from llvmlite.binding import get_host_cpu_name
 
 from strata_cli.engine.device.cache_folder import cache_root, sources_digest
 
+numba: Any = numba_package  # carries types in some versions, and not the same ones
+
 _CACHE = cache_root() / "host-kernels" / sources_digest(Path(__file__).parent.glob("*.py"))
-IS_COLD = not _CACHE.exists()
-"""True when this process is the first to compile these sources, which takes some seconds."""
+_COMPLETE = _CACHE / "-".join(
+    ("complete", sys.implementation.cache_tag, numba.__version__, get_host_cpu_name())
+)
 
 numba.config.CACHE_DIR = str(_CACHE)  # read by numba when a decorator asks for a cache
 
@@ -28,6 +34,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def is_cold() -> bool:
+    """True until keep_as_complete: compiling these sources for this processor takes seconds."""
+    return not _COMPLETE.exists()
+
+
+def keep_as_complete() -> None:
+    """Note that the cache holds the kernels now, compiled for this processor."""
+    with contextlib.suppress(OSError):  # a folder that cannot be written stays cold
+        _COMPLETE.touch()
+
+
 def nogil_jit(function: Callable[P, R]) -> Callable[P, R]:
     """Compile for the host CPU on first call; the compiled code releases the GIL."""
     compiled = numba.njit(cache=True, **_OPTIONS)(function)
@@ -35,8 +52,8 @@ def nogil_jit(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def inline_jit(function: Callable[P, R]) -> Callable[P, R]:
-    """A helper that compiled functions call; LLVM inlines it where that pays."""
-    compiled = numba.njit(**_OPTIONS)(function)
+    """A helper that only compiled functions may call; LLVM inlines it where that pays."""
+    compiled = numba.njit(no_cpython_wrapper=True, **_OPTIONS)(function)
     return cast(Callable[P, R], compiled)
 
 
