@@ -12,6 +12,7 @@
 // every load is 16 bytes and as much is in flight as fits. Warps of a block share a tile of rows,
 // a slice each, or make several tiles.
 #include "mma.cuh"
+#include "overlap.cuh"
 #include "weights.cuh"
 
 template <int TYPE>
@@ -218,7 +219,7 @@ __device__ inline void few(const Shape &shape, const Job &job, const float *x, f
                            unsigned char *shared, Book book) {
     const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int tiles = warps / shape.warps_per_tile, tile = warp / shape.warps_per_tile;
-    const int first_row = (blockIdx.x * tiles + tile) * ROWS;
+    const int first_row = (blockIdx.y * tiles + tile) * ROWS;
     const int slices = (shape.cols + shape.slice - 1) / shape.slice;
     const Parts<TYPE, ROWS> parts(shared, shape, warp, warps);
     const int tile_sums = slices * ROWS * job.count;
@@ -227,6 +228,7 @@ __device__ inline void few(const Shape &shape, const Job &job, const float *x, f
         int phase[ROWS / 8];
         copy_rows<TYPE, LANE, ROWS, ALIGN>(parts.rows, shape, job, first_row, first_k, phase);
         commit_copies();
+        wait_for_launches_ahead();  // weights may come earlier: no launch writes them
         load_x<TYPE, LANE>(parts.x, shape, job, x, first_k);
         wait_copies<0>();
         __syncwarp();
@@ -239,7 +241,7 @@ __device__ inline void few(const Shape &shape, const Job &job, const float *x, f
     __syncthreads();
     for (int i = threadIdx.x; i < tiles * ROWS * job.count; i += blockDim.x) {
         const int row = i % (tiles * ROWS), column = i / (tiles * ROWS);
-        const int n = blockIdx.x * tiles * ROWS + row;
+        const int n = blockIdx.y * tiles * ROWS + row;
         if (n >= shape.rows) continue;
         const float *part = parts.sums + row / ROWS * tile_sums + row % ROWS * job.count + column;
         float total = 0.0f;
@@ -249,7 +251,8 @@ __device__ inline void few(const Shape &shape, const Job &job, const float *x, f
     }
 }
 
-// matmul_few: grid (row tiles / tiles per block, T / 8)
+// matmul_few: grid (passes of `columns` tokens, row tiles / tiles per block): passes over the same
+// rows run side by side, so all but one find them in the L2 cache
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void matmul_few(const float *x, const unsigned char *data, float *out, long long,
                            long long tokens, long long rows, long long cols, long long slice,
@@ -259,15 +262,16 @@ __global__ void matmul_few(const float *x, const unsigned char *data, float *out
                          static_cast<int>(slice), static_cast<int>(warps_per_tile),
                          static_cast<int>(pitch), static_cast<int>(columns)};
     const auto book = load_book<TYPE, BOOK_COPIES<TYPE>>(reinterpret_cast<unsigned *>(shared));
+    let_next_start();
     if (Codec<TYPE>::BOOK) __syncthreads();
-    const int first = shape.columns * blockIdx.y;
+    const int first = shape.columns * blockIdx.x;
     const Job job = {data, nullptr, first, min(shape.columns, static_cast<int>(tokens) - first)};
     few<TYPE, LANE, ROWS, ALIGN>(
         shape, job, x, out, reinterpret_cast<unsigned char *>(shared) + BOOK_BYTES<TYPE>, book);
 }
 
-// grouped_few: pairs sorted by expert; grid (row tiles / tiles per block, P). Block row y makes the
-// `columns` pairs from y on of an expert if y is its first pair or a multiple of `columns` after
+// grouped_few: pairs sorted by expert; grid (P, row tiles / tiles per block). Blocks x make the
+// `columns` pairs from x on of an expert if x is its first pair or a multiple of `columns` after
 // it, else nothing.
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void grouped_few(const float *x, const long long *blobs, const int *row_of,
@@ -277,11 +281,13 @@ __global__ void grouped_few(const float *x, const long long *blobs, const int *r
                             long long columns) {
     extern __shared__ uint4 shared[];
     __shared__ int found;
-    const int pair = blockIdx.y;
+    const int pair = blockIdx.x;
     const Shape shape = {static_cast<int>(rows),  static_cast<int>(cols),
                          static_cast<int>(slice), static_cast<int>(warps_per_tile),
                          static_cast<int>(pitch), static_cast<int>(columns)};
     const auto book = load_book<TYPE, BOOK_COPIES<TYPE>>(reinterpret_cast<unsigned *>(shared));
+    let_next_start();
+    wait_for_launches_ahead();
     for (int e = threadIdx.x; e < experts; e += blockDim.x)
         if (expert_start[e] <= pair && pair < expert_start[e + 1]) found = e;
     __syncthreads();

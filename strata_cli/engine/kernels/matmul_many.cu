@@ -29,6 +29,8 @@ struct Many {
     static constexpr int RAW = LANE == 64 ? 256 : 128;  // k per stage of raw rows
     static constexpr int PER_RAW = RAW / STAGE, RAW_STAGES = PER_RAW == 2 ? 2 : STAGES;
     static constexpr int RAW_BYTES = R::bytes(RAW);
+    // A raw stage is copied with its first stage of activations, over one that must be used up.
+    static_assert(STAGES >= 2 && STAGES <= 1 + (RAW_STAGES - 1) * PER_RAW, "too many stages");
     // Rows begin anywhere in their first 16 bytes, as the alignment of rows and stages allows.
     static constexpr int STEP_ALIGN = stage_alignment(ALIGN, RAW_BYTES);
     static constexpr int CHUNKS = (RAW_BYTES + 16 - STEP_ALIGN + 15) / 16;

@@ -2,6 +2,11 @@
 #ifndef MMA_CUH
 #define MMA_CUH
 
+// How much the L2 cache fetches ahead of a copy, such as ".L2::256B".
+#ifndef COPY_HINT
+#define COPY_HINT ""
+#endif
+
 // c += a * b for 16 weight rows, 8 tokens and the 16 k that the warp's quads hold: lane (g, t) has
 // four k of row g in a0, a2, of row g + 8 in a1, a3, of token g in b0, b1, and the sums of rows g
 // (c[0], c[1]) and g + 8 (c[2], c[3]) for tokens 2t and 2t + 1. Products are exact, sums float32.
@@ -29,7 +34,8 @@ __device__ inline void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigne
 __device__ inline void copy_async(void *shared, const void *global, int nbytes) {
 #if __CUDA_ARCH__ >= 800
     const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(nbytes)
+    asm volatile("cp.async.cg.shared.global" COPY_HINT " [%0], [%1], 16, %2;" ::"r"(to),
+                 "l"(global), "r"(nbytes)
                  : "memory");
 #else
     unsigned words[4] = {0, 0, 0, 0};
@@ -46,7 +52,8 @@ __device__ inline void copy_async(void *shared, const void *global, int nbytes) 
 __device__ inline void copy_async(void *shared, const void *global) {
 #if __CUDA_ARCH__ >= 800
     const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+    asm volatile("cp.async.cg.shared.global" COPY_HINT " [%0], [%1], 16;" ::"r"(to), "l"(global)
+                 : "memory");
 #else
     *static_cast<uint4 *>(shared) = *static_cast<const uint4 *>(global);
 #endif

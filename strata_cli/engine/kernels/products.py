@@ -174,7 +174,7 @@ def few_plan(
     Args:
         matrix: what is multiplied.
         tokens: most activation rows of one segment.
-        segments: grid rows: passes over the tokens, or pairs.
+        segments: passes over the tokens, or pairs.
         shared_bytes: what a block may have.
         tile_rows: weight rows of a warp, 8 or 16.
         experts: 0: one matrix.
@@ -200,7 +200,7 @@ def few_plan(
     parameters = (matrix.qtype, matrix.lane, tile_rows, matrix.align)
     return Plan(
         unit=_unit("matmul_few.cu", "grouped_few" if experts else "matmul_few", *parameters),
-        grid=(blocks(matrix.rows, tiles * tile_rows), segments, 1),
+        grid=(segments, blocks(matrix.rows, tiles * tile_rows), 1),
         block=(WARP * warps, 1, 1),
         shared_bytes=book_bytes + warps * warp.nbytes + tiles * tile_bytes,
         extents=(

@@ -1,0 +1,16 @@
+// Starting before the launch ahead is done (Launch.early). Without that, these do nothing.
+#pragma once
+
+// The next launch of the stream may start now. It, too, waits before it touches results.
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Returns when the launches ahead are done and their results can be seen.
+__device__ inline void wait_for_launches_ahead() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
