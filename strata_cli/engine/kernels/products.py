@@ -52,7 +52,7 @@ class Matrix(NamedTuple):
     @property
     def lane(self) -> int:
         """Weights of a span that one lane owns."""
-        return lane_weights(self.cols)
+        return lane_weights(self.qtype, self.cols)
 
     def bytes_of(self, cols: int) -> int:
         """Bytes that so many weights of a row take."""
@@ -101,13 +101,15 @@ def alignment(*offsets: int) -> int:
 
 
 @cache
-def lane_weights(cols: int) -> int:
+def lane_weights(qtype: QuantType, cols: int) -> int:
     """Consecutive weights of a row that one lane of four owns, in every span of four times that.
 
-    The most that cuts the row, filled up to a multiple of 32, into whole spans.
+    The most that cuts the row, filled up to a multiple of 32, into whole spans. A lane gains from
+    many only where they share a scale.
     """
     filled = blocks(cols, 32) * 32
-    return next(lane for lane in (64, 32, 16, 8) if filled % (4 * lane) == 0)
+    lanes = (64, 32, 16, 8) if BLOCK[qtype].weights > 1 else (32, 16, 8)
+    return next(lane for lane in lanes if filled % (4 * lane) == 0)
 
 
 @cache

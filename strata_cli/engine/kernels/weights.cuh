@@ -2,9 +2,9 @@
 //
 // The order of k in a product. A row is cut into spans of 4 * LANE weights; lane t of a quad owns
 // weights t * LANE ... of each, and takes eight of them, an octet, per step: step i of a span takes
-// octet i of all four lanes, so a step is 32 k. LANE is 64, 32, 16 or 8, the largest whose spans
-// divide the row; so a lane decodes a scale once for many weights. A step is two products of 16 k:
-// the first four of each octet, then the last four.
+// octet i of all four lanes, so a step is 32 k. LANE is 64 (32 for types without scales), 32, 16 or
+// 8, the largest whose spans divide the row; so a lane decodes a scale once for many weights. A step
+// is two products of 16 k: the first four of each octet, then the last four.
 #pragma once
 #include "codec_grid.cuh"
 #include "codec_k.cuh"
