@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from strata_cli.engine.device.base import Device, Kernel, KernelArgument, Launch, Stream, Tensor
-from strata_cli.engine.device.host_stream import resolve
+from strata_cli.engine.device.host_stream import body_arguments
 from strata_cli.engine.device.transfer import download, upload
 
 # How far a device may be from a reference in float64, by the type it computes in.
@@ -67,11 +67,11 @@ class _CutStream:
 
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         self._stream.synchronize()
-        arrays = [resolve(argument) for argument in args]
+        arguments = body_arguments(kernel, args)
         inner = sorted(int(point * launch.items) for point in self._points)
         edges = [0, *inner, launch.items]
         for begin, end in reversed(list(pairwise(edges))):
-            kernel.host(begin, end, *arrays)
+            kernel.host(begin, end, *arguments.values)
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> NDArray[np.float32]:

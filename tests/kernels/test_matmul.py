@@ -164,7 +164,8 @@ def test_bits_do_not_depend_on_the_cut(host_lab: Lab, points: list[float], token
 def test_an_item_writes_its_own_row_tile_only() -> None:
     x, packed = normal(5, 5, 64), packed_rows(QuantType.Q4_0, 50, 64, 6)
     out = np.full((5, 50), np.nan, np.float32)
-    MATMUL.host(1, 2, x, packed, out, QuantType.Q4_0, 5, 50, 64)
+    assert MATMUL.bind is not None
+    MATMUL.host(1, 2, *MATMUL.bind(x, packed, out, QuantType.Q4_0, 5, 50, 64))
     written = np.zeros(50, bool)
     written[ROW_TILE : 2 * ROW_TILE] = True
     np.testing.assert_array_equal(~np.isnan(out), np.tile(written, (5, 1)))

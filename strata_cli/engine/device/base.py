@@ -160,6 +160,9 @@ class Kernel:
         source: file name, inside the kernels room, that holds the CUDA function; "" if none yet.
         function: the CUDA function (extern "C"), or a template instance: "matmul<Q4_K, 2>".
         defines: macros that the source is compiled with, "NAME" or "NAME=VALUE".
+        bind: makes what the host body takes, such as addresses, out of the launch's arguments; once
+            for each launch or recording, however often and in how many pieces it then runs. The
+            arguments' arrays live as long. None where the body takes the arguments themselves.
     """
 
     name: str
@@ -168,6 +171,7 @@ class Kernel:
     source: str = ""
     function: str = ""
     defines: tuple[str, ...] = ()
+    bind: Callable[..., tuple[Any, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

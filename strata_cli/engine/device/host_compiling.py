@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from strata_cli.engine.device.base import HostFunction, Kernel, KernelArgument, Launch, Stream
-from strata_cli.engine.device.host_stream import resolve
+from strata_cli.engine.device.host_stream import BodyArguments, body_arguments
 from strata_cli.engine.device.paper import PaperStream
 
 
@@ -21,12 +20,11 @@ class CompilingStream(PaperStream):
 
     def __init__(self, like: Stream) -> None:
         super().__init__("compiling", like, {})
-        self._calls: dict[HostFunction, list[tuple[Any, ...]]] = {}
+        self._calls: dict[HostFunction, list[BodyArguments]] = {}
 
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         if launch.items:
-            arrays = tuple([resolve(argument) for argument in args])
-            self._calls.setdefault(kernel.host, []).append(arrays)
+            self._calls.setdefault(kernel.host, []).append(body_arguments(kernel, args))
 
     def compile(
         self, *, last_first: bool = False, progress: Callable[[int, int], None] | None = None
@@ -39,7 +37,7 @@ class CompilingStream(PaperStream):
         """
         kernels = list(self._calls.items())
         for done, (function, calls) in enumerate(reversed(kernels) if last_first else kernels):
-            for arrays in calls:
-                function(0, 0, *arrays)
+            for call in calls:
+                function(0, 0, *call.values)
             if progress is not None:
                 progress(done + 1, len(kernels))

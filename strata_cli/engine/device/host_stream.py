@@ -65,11 +65,15 @@ def _again(error: DeviceError) -> DeviceError:
 
 
 class _Operation(NamedTuple):
-    """One entry of a stream's queue: work with a name for messages, a record, or the end."""
+    """One entry of a stream's queue: work with a name for messages, a record, or the end.
+
+    ``alive`` holds what the work reaches by address alone.
+    """
 
     label: str
     run: Callable[[], None] | None = None
     ticket: _Ticket | None = None
+    alive: tuple[Any, ...] = ()
 
 
 class HostEvent:
@@ -157,6 +161,19 @@ def resolve(argument: KernelArgument) -> Any:
     return np.ndarray(argument.shape, argument.dtype, buffer.memory(), argument.offset_bytes)
 
 
+class BodyArguments(NamedTuple):
+    """What a kernel's host body is called with, and the arrays that it may reach by address."""
+
+    values: tuple[Any, ...]
+    arrays: tuple[Any, ...]
+
+
+def body_arguments(kernel: Kernel, args: Sequence[KernelArgument]) -> BodyArguments:
+    """The arguments of a launch as the kernel's host body takes them."""
+    arrays = tuple([resolve(argument) for argument in args])
+    return BodyArguments(arrays if kernel.bind is None else kernel.bind(*arrays), arrays)
+
+
 def _flat(tensor: Tensor) -> NDArray[np.uint8]:
     flat: NDArray[np.uint8] = resolve(
         Tensor(tensor.buffer, tensor.offset_bytes, (tensor.nbytes,), np.dtype(np.uint8))
@@ -218,13 +235,13 @@ class HostStream:
 
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         items = launch.items
-        arrays = tuple([resolve(argument) for argument in args])
+        values, arrays = body_arguments(kernel, args)
         chunks = min(items // max(launch.grain, 1), self._pool.num_threads * CHUNKS_PER_THREAD)
         if chunks <= 1 or self._pool.num_threads == 1:
-            run = partial(kernel.host, 0, items, *arrays)
+            run = partial(kernel.host, 0, items, *values)
         else:
-            run = partial(self._pool.run, kernel.host, items, chunks, arrays)
-        self._emit(_Operation(kernel.name, run))
+            run = partial(self._pool.run, kernel.host, items, chunks, values)
+        self._emit(_Operation(kernel.name, run, alive=arrays))
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         self._emit(_Operation("copy", partial(np.copyto, *_copy_views(dst, src))))
@@ -335,7 +352,7 @@ class HostStream:
             self._failure.__cause__ = error
 
     def _run_all(self, operations: list[_Operation]) -> None:
-        for self._label, run, _ in operations:
+        for self._label, run, _, _ in operations:
             assert run is not None
             run()
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.attention_plan import THREADS, AttendPlan
 from strata_cli.engine.kernels.jit import nogil_jit
-from strata_cli.engine.kernels.math32 import exp32, sigmoid32
+from strata_cli.engine.kernels.math32 import exp32
 from strata_cli.engine.kernels.pointers import address_of
 from strata_cli.engine.kernels.reduce import max16, sum16
 from strata_cli.engine.kernels.rows import (
@@ -27,6 +27,7 @@ from strata_cli.engine.kernels.rows import (
     copy_rows,
     multiply_row,
     scale_row,
+    sigmoid_row,
 )
 from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.engine.kernels.simd import multiply_rows
@@ -140,7 +141,7 @@ def _store_rows(begin: int, end: int, src: Floats, positions: Ints, cache: Float
 
 
 @nogil_jit
-def _attend(  # noqa: C901  one straight recipe; each part of its own would cost compile time
+def _attend(
     begin: int,
     end: int,
     q: Floats,
@@ -209,9 +210,7 @@ def _attend(  # noqa: C901  one straight recipe; each part of its own would cost
                 count += length
         for head in range(heads):
             row_out = at + head * dim
-            copy_rows(gate, 0, dim, gate_src, 2 * row_out + dim, dim, 1, dim)
-            for i in range(dim):
-                gate[i] = sigmoid32(gate[i])
+            sigmoid_row(gate, 0, gate_src, 2 * row_out + dim, dim)
             total = sum16(weights, head * context, count)
             scale_row(out, row_out, out, row_out, F32(1.0) / total, dim)
             multiply_row(out, row_out, gate, 0, dim)

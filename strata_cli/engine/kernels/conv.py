@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.kernels.jit import inline_jit
-from strata_cli.engine.kernels.math32 import silu32
-from strata_cli.engine.kernels.rows import add_products, clear_row, compile_small
+from strata_cli.engine.kernels.rows import add_products, clear_row, compile_small, silu_row
 
 Floats = NDArray[np.float32]
 ROWS_AT_ONCE = 32  # tokens convolved together: bounds the window's size, changes no bit
@@ -31,7 +30,7 @@ def channel_taps(weight: Floats, begin: int, n: int) -> Floats:
 
 @inline_jit
 def convolve_silu(
-    window: Floats, rows: int, n: int, taps: Floats, dilation: int, out: Floats
+    window: Floats, rows: int, n: int, taps: Floats, dilation: int | np.int64, out: Floats
 ) -> None:
     """out[row, c] = silu(sum over taps j of taps[j, c] * window[row + j * dilation, c]).
 
@@ -42,5 +41,4 @@ def convolve_silu(
     for row in range(rows):
         for tap in range(taps.size // n):
             add_products(out, row * n, taps, tap * n, window, (row + tap * dilation) * n, n)
-    for index in range(rows * n):
-        out[index] = silu32(out[index])
+    silu_row(out, 0, rows * n)

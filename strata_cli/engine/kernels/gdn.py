@@ -26,6 +26,7 @@ from strata_cli.engine.kernels.rows import (
     decay_and_add,
     multiply_row,
     scale_row,
+    sigmoid_row,
 )
 from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.errors import ShapeError
@@ -205,7 +206,7 @@ def _causal_conv_silu(
     for first in range(0, num_tokens, ROWS_AT_ONCE):
         rows = most if first + most <= num_tokens else num_tokens - first
         copy_rows(window, past * n, n, u, first * channels + begin, channels, rows, n)
-        convolve_silu(window, rows, n, taps, 1, result)
+        convolve_silu(window, rows, n, taps, np.int64(1), result)
         copy_rows(out, first * channels + begin, channels, result, 0, n, rows, n)
         copy_rows(window, 0, n, window, rows * n, n, past, n)
     copy_rows(history, begin, channels, window, 0, n, past, n)
@@ -258,9 +259,7 @@ def _gated_norm(
     gate = np.empty(dim, F32)
     compile_small()
     for at in range(begin * dim, end * dim, dim):
-        copy_rows(gate, 0, dim, z, at, dim, 1, dim)
-        for i in range(dim):
-            gate[i] = sigmoid32(gate[i])
+        sigmoid_row(gate, 0, z, at, dim)
         scale_row(out, at, o, at, rms_scale(o, at, dim, eps), dim)
         multiply_row(out, at, weight, 0, dim)
         multiply_row(out, at, gate, 0, dim)

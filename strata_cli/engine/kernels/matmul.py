@@ -19,10 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.device.base import HostFunction, Kernel, Launch, Stream, Tensor
+from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.dequant import dequantizer
 from strata_cli.engine.kernels.jit import nogil_jit
-from strata_cli.engine.kernels.pointers import address_of, call_decoder
+from strata_cli.engine.kernels.pointers import (
+    address_of,
+    allocate_bytes,
+    call_decoder,
+    free_bytes,
+)
 from strata_cli.engine.kernels.products import (
     FEW_COLUMNS,
     Matrix,
@@ -35,6 +40,7 @@ from strata_cli.engine.kernels.products import (
     many_plan,
     shared_limit,
 )
+from strata_cli.engine.kernels.rows import compile_small
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.simd import multiply_rows
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
@@ -68,54 +74,53 @@ _PADDING = 16  # floats between decoded rows: rows 4 KiB apart would compete for
 def _product_items(
     begin: int,
     end: int,
-    x: Floats,
+    x: int,
     row_of: Ints,
     start: Ints,
-    matrices: Longs,
+    blobs: Longs,
+    offset: int,
     parts: int,
+    out: int,
+    rows: int,
+    cols: int,
     row_nbytes: int,
     function: int,
     table: int,
     block_weights: int,
-    scratch: Bytes,
-    out: Floats,
 ) -> None:
     """Items are (row tile, part of the segments), row tile outermost.
 
-    Segment s makes output rows start[s] .. start[s + 1] from the packed matrix at matrices[s] and
-    the rows of x that row_of names. function, table and block_weights are the type's decoder. For
-    a few activation rows it decodes four weight rows at a time, so that they are still in the
-    first-level cache when they are used.
+    Segment s makes output rows start[s] .. start[s + 1] from the packed matrix offset bytes into
+    blobs[s] and the rows of x that row_of names. x and out are addresses; function, table
+    and block_weights are the type's decoder. For a few activation rows it decodes four weight rows
+    at a time, so that they are still in the first-level cache when they are used.
     """
-    rows, cols, segments = out.shape[1], x.shape[1], len(matrices)
-    pitch = rows * _FLOAT_BYTES
-    floats = (address_of(scratch) + _LINE_BYTES - 1) & -_LINE_BYTES
+    pitch, segments = rows * _FLOAT_BYTES, blobs.size
+    w_pitch = (cols + _PADDING) * _FLOAT_BYTES
+    scratch = allocate_bytes(ROW_TILE * w_pitch + _LINE_BYTES)
+    floats = (scratch + _LINE_BYTES - 1) & -_LINE_BYTES
+    compile_small()
     for item in range(begin, end):
         first_row, part = item // parts * ROW_TILE, item % parts
-        end_row = min(rows, first_row + ROW_TILE)
+        end_row = first_row + ROW_TILE if first_row + ROW_TILE < rows else rows
         for s in range(part * segments // parts, (part + 1) * segments // parts):
-            first = np.int64(start[s])
-            count = np.int64(start[s + 1]) - first
+            first = np.intp(start[s])
+            count = start[s + 1] - first
             if count == 0:
                 continue
             ids = address_of(row_of) + first * 4
             step = 4 if count < FEW_ROWS else ROW_TILE
             for row in range(first_row, end_row, step):
-                n = min(step, end_row - row)
-                w, w_stride = matrices[s] + row * row_nbytes, row_nbytes
+                n = step if step < end_row - row else end_row - row
+                w, w_stride = blobs[s] + offset + row * row_nbytes, row_nbytes
                 if function != 0:
-                    w_stride = (cols + _PADDING) * _FLOAT_BYTES
                     for i in range(n):
-                        source, target = w + i * row_nbytes, floats + i * w_stride
+                        source, target = w + i * row_nbytes, floats + i * w_pitch
                         call_decoder(function, source, target, cols // block_weights, table)
-                    w = floats
-                to = address_of(out) + first * pitch + row * _FLOAT_BYTES
-                multiply_rows(w, w_stride, n, address_of(x), cols, ids, count, to, pitch)
-
-
-def _scratch(cols: int) -> Bytes:
-    """Room for one decoded row tile, and to align it."""
-    return np.empty(ROW_TILE * (cols + _PADDING) * _FLOAT_BYTES + _LINE_BYTES, np.uint8)
+                    w, w_stride = floats, w_pitch
+                to = out + first * pitch + row * _FLOAT_BYTES
+                multiply_rows(w, w_stride, n, x, cols, ids, count, to, pitch)
+    free_bytes(scratch)
 
 
 def _row_tiles(rows: int) -> int:
@@ -140,32 +145,36 @@ def _grain(cols: int, tokens: int, matrices: int = 1) -> int:
     return max(1, math.ceil(_WORTH_A_THREAD_NS / item_ns))
 
 
-def _matmul(
-    begin: int,
-    end: int,
-    x: Floats,
-    data: Bytes,
-    out: Floats,
-    qtype: int,
-    tokens: int,
-    rows: int,
-    cols: int,
-) -> None:
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """As the one kind of array that the product is compiled for."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _bind_matmul(
+    x: Floats, data: Bytes, out: Floats, qtype: int, tokens: int, rows: int, cols: int
+) -> tuple[Any, ...]:
     start = _token_blocks(tokens, rows)
-    blocks = len(start) - 1
-    matrices = np.array([data.ctypes.data] * blocks, np.int64)
-    _product_items(
-        begin,
-        end,
-        x,
-        _identity(tokens),
-        start,
-        matrices,
+    blocks = start.size - 1
+    blobs = np.full(blocks, _address(data), np.int64)
+    return (
+        _address(x),
+        _read_only(_identity(tokens)),
+        _read_only(start),
+        _read_only(blobs),
+        0,
         blocks,
+        _address(out),
+        rows,
+        cols,
         data.nbytes // rows,
         *dequantizer(qtype),
-        _scratch(cols),
-        out,
     )
 
 
@@ -175,11 +184,11 @@ def _matmul_reference(x: Floats, data: Bytes, qtype: QuantType, rows: int) -> Fl
     return (x.astype(np.float64) @ weights.T.astype(np.float64)).astype(np.float32)
 
 
-MATMUL = Kernel("matmul", _matmul, _matmul_reference)
+MATMUL = Kernel("matmul", _product_items, _matmul_reference, bind=_bind_matmul)
 
 
-def _matmul_many(begin: int, end: int, x: Floats, _rounded: Halves, *args: Any) -> None:
-    _matmul(begin, end, x, *args)
+def _bind_matmul_many(x: Floats, _rounded: Halves, *args: Any) -> tuple[Any, ...]:
+    return _bind_matmul(x, *args)
 
 
 def matmul(
@@ -212,14 +221,14 @@ def matmul(
     if tokens > FEW_TOKENS and rounded is not None and _has_many(matrix, rounded):
         expect("matmul rounded", rounded, (tokens, weight.cols), np.float16)
         plan = many_plan(matrix, tokens, shared_limit(stream))
-        kernel = _kernel(_matmul_many, _matmul_reference, plan.unit)
+        kernel = _kernel(_bind_matmul_many, _matmul_reference, plan.unit)
         launch = plan.launch(items, grain)
         stream.launch(kernel, launch, x, rounded, weight.data, out, *numbers)
         return
     passes = blocks(tokens, FEW_COLUMNS)
     rows = few_tile_rows(matrix)
     plan = few_plan(matrix, tokens, passes, shared_limit(stream), rows)
-    kernel = _kernel(_matmul, _matmul_reference, plan.unit)
+    kernel = _kernel(_bind_matmul, _matmul_reference, plan.unit)
     stream.launch(kernel, plan.launch(items, grain), x, weight.data, out, *numbers)
 
 
@@ -233,8 +242,11 @@ def _has_many(matrix: Matrix, rounded: Tensor) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _kernel(host: HostFunction, reference: Callable[..., Any], unit: Unit) -> Kernel:
-    return Kernel(unit.function, host, reference, unit.source, unit.function, unit.defines)
+def _kernel(
+    bind: Callable[..., tuple[Any, ...]], reference: Callable[..., Any], unit: Unit
+) -> Kernel:
+    name = unit.function
+    return Kernel(name, _product_items, reference, unit.source, name, unit.defines, bind)
 
 
 def _round_rows(_begin: int, _end: int, _x: Floats, _rounded: Halves) -> None:
@@ -270,34 +282,30 @@ def round_rows(stream: Stream, x: Tensor, rounded: Tensor) -> None:
     stream.launch(ROUND_ROWS, launch, x, rounded)
 
 
-def _grouped_matmul(
-    begin: int,
-    end: int,
+def _bind_grouped(
     x: Floats,
     blobs: Longs,
     row_of: Ints,
     expert_start: Ints,
     out: Floats,
     qtype: int,
-    _rows: int,
+    rows: int,
     cols: int,
     offset_bytes: int,
-) -> None:
+) -> tuple[Any, ...]:
     """Every item goes through all experts: equal work for each thread whatever the routing."""
-    row_nbytes = row_bytes(QuantType(qtype), cols)
-    matrices = blobs + offset_bytes
-    _product_items(
-        begin,
-        end,
-        x,
-        row_of,
-        expert_start,
-        matrices,
+    return (
+        _address(x),
+        _read_only(row_of),
+        _read_only(expert_start),
+        _read_only(blobs),
+        offset_bytes,
         1,
-        row_nbytes,
+        _address(out),
+        rows,
+        cols,
+        row_bytes(QuantType(qtype), cols),
         *dequantizer(qtype),
-        _scratch(cols),
-        out,
     )
 
 
@@ -312,11 +320,11 @@ def _grouped_reference(
     return out
 
 
-GROUPED_MATMUL = Kernel("grouped_matmul", _grouped_matmul, _grouped_reference)
+GROUPED_MATMUL = Kernel("grouped_matmul", _product_items, _grouped_reference, bind=_bind_grouped)
 
 
-def _grouped_many(begin: int, end: int, x: Floats, _rounded: Halves, *args: Any) -> None:
-    _grouped_matmul(begin, end, x, *args)
+def _bind_grouped_many(x: Floats, _rounded: Halves, *args: Any) -> tuple[Any, ...]:
+    return _bind_grouped(x, *args)
 
 
 def grouped_matmul(
@@ -366,11 +374,11 @@ def grouped_matmul(
     if is_many and rounded is not None and _has_many(matrix, rounded):
         expect("grouped_matmul rounded", rounded, x.shape, np.float16)
         plan = grouped_many_plan(matrix, pairs, experts, limit)
-        kernel = _kernel(_grouped_many, _grouped_reference, plan.unit)
+        kernel = _kernel(_bind_grouped_many, _grouped_reference, plan.unit)
         launch = plan.launch(items, grain)
         stream.launch(kernel, launch, x, rounded, blobs, row_of, expert_start, out, *numbers)
         return
     plan = few_plan(matrix, x.shape[0], pairs, limit, few_tile_rows(matrix), experts)
-    kernel = _kernel(_grouped_matmul, _grouped_reference, plan.unit)
+    kernel = _kernel(_bind_grouped, _grouped_reference, plan.unit)
     launch = plan.launch(items, grain)
     stream.launch(kernel, launch, x, blobs, row_of, expert_start, out, *numbers)

@@ -99,7 +99,7 @@ def head_norm_rope(
 
 
 @inline_jit
-def turn_row(x: Floats, row: int, rope: Floats, position: int) -> None:
+def turn_row(x: Floats, row: int, rope: Floats, position: int | np.int64) -> None:
     """Turn one row of x [rows, dim] to a position, in place."""
     compile_small()
     half = rope.shape[1]
@@ -128,7 +128,7 @@ def _head_norm_rope(
         scale = rms_scale(src, item * stride, dim, eps)
         scale_row(out, item * dim, src, item * stride, scale, dim)
         multiply_row(out, item * dim, weight, 0, dim)
-        turn_row(out, item, rope, positions[item // num_heads])
+        turn_row(out, item, rope, np.int64(positions[item // num_heads]))
 
 
 def turn_reference(x: NDArray[np.float64], rope: Floats, positions: Ints) -> NDArray[np.float64]:
