@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from strata_cli.engine.model.quants import row_bytes
 COPY_BYTES = 1 << 30
 READ_BYTES = 4 << 30
 READ_PIECE_BYTES = 16 << 20
+REPLAYS = 16
 MIN_RUNS, MAX_RUNS, RUNS_S = 3, 9, 6.0
 
 
@@ -125,13 +126,24 @@ def weights_in(value: Any) -> Iterator[Any]:
             yield from weights_in(getattr(value, item.name))
 
 
-def bytes_per_token(engine: Engine) -> int:
-    """Weights that one decoded token reads: all matrices, top_k experts, a row of the embedding."""
+class Bytes(NamedTuple):
+    """Weights that one decoded token reads: routed experts, and everything else."""
+
+    experts: int
+    others: int
+
+
+def bytes_per_token(engine: Engine) -> Bytes:
+    """All matrices, top_k experts of each layer, a row of the embedding."""
     weights, k = engine._forward.weights, engine.spec.num_experts_per_tok
-    total = row_bytes(weights.embed.qtype, weights.embed.cols) + weights.head.nbytes
+    others = row_bytes(weights.embed.qtype, weights.embed.cols) + weights.head.nbytes
+    experts = 0
     for weight in weights_in((weights.final_read, weights.layers)):
-        total += weight.nbytes if isinstance(weight, Weight) else k * weight.layout.nbytes
-    return total
+        if isinstance(weight, Weight):
+            others += weight.nbytes
+        else:
+            experts += k * weight.layout.nbytes
+    return Bytes(experts, others)
 
 
 def open_timed(options: EngineOptions) -> tuple[Engine, dict[str, Any]]:
@@ -167,10 +179,11 @@ def prompt_rows(engine: Engine, lengths: list[int], until: float) -> list[dict[s
     return rows
 
 
-def decode_row(engine: Engine, prompt: int, steps: int, memory_gbps: float) -> dict[str, Any]:
+def decode_row(
+    engine: Engine, prompt: int, steps: int, copies: dict[str, Any], experts: str
+) -> dict[str, Any]:
     """Tokens per second of steps, and of the recorded pass alone, behind a prompt."""
     ids = np.random.default_rng(2).integers(0, engine.spec.vocab_size - 64, prompt).tolist()
-    nbytes = bytes_per_token(engine)
     with engine.sequence() as sequence:
         sequence.prefill(ids)
         sequence.step(ids[0])
@@ -184,26 +197,37 @@ def decode_row(engine: Engine, prompt: int, steps: int, memory_gbps: float) -> d
         assert graph is not None
 
         def replay() -> None:
-            for _ in range(16):
+            for _ in range(REPLAYS):
                 stream.replay(graph)
             stream.synchronize()
 
-        replay_seconds = [seconds / 16 for seconds in timed(replay, 2.0)]
+        replay_seconds = [seconds / REPLAYS for seconds in timed(replay, 2.0)]
+    nbytes = bytes_per_token(engine)
     row = {
         "position": prompt,
         "steps": steps,
         "tokens_per_s": rates(1, step_seconds),
         "replays_per_s": rates(1, replay_seconds),
-        "weight_bytes_per_token": nbytes,
+        "expert_bytes": nbytes.experts,
+        "other_bytes": nbytes.others,
+        "least_seconds": least_seconds(nbytes, copies, experts),
     }
-    row["weights_gbps"] = nbytes * row["replays_per_s"]["median"] / 1e9
-    row["share_of_memory_rate"] = row["weights_gbps"] / memory_gbps
+    row["share_of_limit"] = row["least_seconds"] * row["replays_per_s"]["median"]
     print(
         f"decode at {prompt}: {row['tokens_per_s']['median']:.1f} tokens/s, pass alone "
-        f"{row['replays_per_s']['median']:.1f}/s = {row['weights_gbps']:.1f} GB/s of weights, "
-        f"{row['share_of_memory_rate']:.0%} of the measured {memory_gbps:.1f} GB/s"
+        f"{row['replays_per_s']['median']:.1f}/s = "
+        f"{sum(nbytes) * row['replays_per_s']['median'] / 1e9:.1f} GB/s of weights, "
+        f"{row['share_of_limit']:.0%} of what memory and link allow"
     )
     return row
+
+
+def least_seconds(nbytes: Bytes, copies: dict[str, Any], experts: str) -> float:
+    """What reading a token's weights takes at the measured rates: mapped ones over the link."""
+    over_link = {"device": 0.0, "mixed": 0.5, "mapped": 1.0}[experts] * nbytes.experts
+    in_memory = sum(nbytes) - over_link
+    memory, link = (copies[key]["median"] * 1e9 for key in ("memory_gbps", "host_to_device_gbps"))
+    return max(over_link / link, in_memory / memory)
 
 
 def kernel_rows(engine: Engine, num_tokens: int, before: int) -> list[dict[str, Any]]:
@@ -270,14 +294,12 @@ def measure(arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         )
         copies = copy_rates(engine._device, engine._stream)
         yield "copies", copies
-        memory_gbps = copies["memory_gbps"]["median"]
-        print(f"memory: {memory_gbps:.1f} GB/s read and written by copies")
+        memory, link = (copies[f"{key}_gbps"]["median"] for key in ("memory", "host_to_device"))
+        print(f"memory {memory:.1f} GB/s read and written by copies, link {link:.1f} GB/s")
         most = min(engine.chunk_tokens, engine.context_tokens // 4)
         at = min(arguments.at, engine.context_tokens // 2)
-        yield (
-            "decode",
-            [decode_row(engine, n, arguments.steps, memory_gbps) for n in sorted({16, at})],
-        )
+        more = (arguments.steps, copies, arguments.experts)
+        yield "decode", [decode_row(engine, position, *more) for position in sorted({16, at})]
         yield "kernels_decode", kernel_rows(engine, 1, at)
         yield "prompts", prompt_rows(engine, arguments.lengths, until)
         if time.monotonic() < until:

@@ -80,13 +80,18 @@ def all_steps(models: list[Path], before: list[str]) -> list[Step]:
         Step("sanitizers", 600, tests="tests/engine/test_sanitizers.py"),
         Step("calls", 120, ["python", "benchmarks/device.py", "cuda:0", "--json"]),
     ]
+    short = ["--experts", "mapped", "--lengths", "1024,4096", "--steps", "32"]
     for path in [DEMO, *models]:
-        figures = f"model-{path.stem}.json"
-        command = ["python", "benchmarks/cuda_model.py", str(path), "--json", figures]
-        steps.append(
-            Step(f"model-{path.stem}", 400, [*command, "--budget-s", "300"], "", False, figures)
-        )
+        steps.append(model_step(f"model-{path.stem}", path, []))
+    steps += [model_step(f"mapped-{path.stem}", path, short) for path in models]
     return steps
+
+
+def model_step(name: str, path: Path, more: list[str]) -> Step:
+    """The benchmark of one model."""
+    figures = f"{name}.json"
+    command = ["python", "benchmarks/cuda_model.py", str(path), "--json", figures]
+    return Step(name, 400, [*command, "--budget-s", "300", *more], figures=figures)
 
 
 class Visit:
