@@ -14,6 +14,8 @@ import orjson
 import pytest
 
 from strata_cli.commands.main import run, strata
+from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.errors import StrataError
 from tests.model.tiny_model import write_tiny_model
 
 PROMPT = "The quick brown fox"
@@ -45,6 +47,21 @@ def test_the_embedded_model_answers_a_decision(capsys: pytest.CaptureFixture[str
     assert best["token"] == "B"
     assert [entry["token"] for entry in result["allowed"]] == ["A", "B", "C", "D"]
     assert result["canonical"] is True
+
+
+def test_gpu_memory_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[EngineOptions] = []
+
+    def stop(options: EngineOptions, *_: object, **__: object) -> None:
+        opened.append(options)
+        raise StrataError("far enough")
+
+    monkeypatch.setattr(Engine, "open", stop)
+    monkeypatch.setenv("STRATA_VRAM_RESERVE_MIB", "100")
+    assert run(strata, ["read", "x", "--device", "cuda:3", "--vram-bytes", "12GiB"]) == 1
+    assert opened[0].device == "cuda:3"
+    assert opened[0].vram_bytes == 12 << 30
+    assert opened[0].vram_reserve_bytes == 100 << 20
 
 
 def test_the_json_object_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from strata_cli.engine import engine as engine_module
+from strata_cli.engine.device import filling
 from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
 from strata_cli.engine.device.nvrtc import Compiler
 from strata_cli.engine.engine import Engine, EngineOptions
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow  # a first run compiles
 
 IDS = load_oracle("tinyA-q8_0")["p300.ids"].tolist()
 RECORDED = {"cuLaunchKernel", "cuLaunchKernelEx", "cuMemcpyAsync", "cuMemsetD8Async"}
+PIECE_BYTES = 100_000
 WAITING = {"cuEventQuery", "cuStreamQuery"}
 
 
@@ -50,12 +52,22 @@ def paper() -> Iterator[Paper]:
     )
     with pytest.MonkeyPatch.context() as patch:
         device = CudaDevice(hopper(driver), CudaOptions())
+        patch.setattr(filling, "PIECE_BYTES", PIECE_BYTES)
         patch.setattr(engine_module, "open_device", lambda *_, **__: device)
         with Engine.open(options) as engine:
             yield Paper(engine, driver)
     assert not driver.allocated
     assert not driver.registered
     assert driver.names()[-1] == "cuDevicePrimaryCtxRelease"
+
+
+def test_weights_arrive_in_whole_pieces(paper: Paper) -> None:
+    """The half of the experts that is not mapped, and everything else."""
+    whole = paper.engine._forward.weights.buffers[0].nbytes
+    copies = [args[2] for args in paper.driver.arguments("cuMemcpyAsync")]
+    pieces = copies[: -(-whole // PIECE_BYTES)]
+    assert sum(pieces) == whole
+    assert set(pieces[:-1]) == {PIECE_BYTES}
 
 
 def test_every_launch_fits_its_function_and_was_compiled_ahead(paper: Paper) -> None:
