@@ -29,7 +29,7 @@ from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
 from strata_cli.engine.experts.placing import ExpertHome
 from strata_cli.engine.experts.resident import ExpertMatrix
-from strata_cli.engine.forward.loading import Homes
+from strata_cli.engine.forward.planning import Homes
 from strata_cli.engine.forward.rows import single
 from strata_cli.engine.forward.weights import NgramWeights
 from strata_cli.engine.kernels.weight import Weight

@@ -16,14 +16,8 @@ from strata_cli.engine.decode.step import Decoder
 from strata_cli.engine.device import RESERVE_BYTES, open_device
 from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.forward.layers import Forward
-from strata_cli.engine.forward.loading import (
-    DEFAULT_HOMES,
-    Homes,
-    Notice,
-    Progress,
-    load_weights,
-)
-from strata_cli.engine.forward.outline import Sizes, auto_chunk_tokens
+from strata_cli.engine.forward.loading import Notice, Progress, load_weights
+from strata_cli.engine.forward.planning import DEFAULT_HOMES, Homes, Wishes, plan_model
 from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash, new_state
 from strata_cli.engine.forward.workspace import Workspace
@@ -141,8 +135,11 @@ class Engine:
                 if options.will_chat:
                     chat_template.start()
             stream = device.stream("compute")
-            sizes = _sizes(model.spec, device, stream, options)
-            weights = load_weights(model, device, stream, sizes, options.homes, progress, notice)
+            context_tokens = _context_tokens(model.spec, options.max_context)
+            wishes = Wishes(context_tokens, options.prefill, options.homes)
+            plan = plan_model(model, device, stream, wishes)
+            sizes = plan.sizes
+            weights = load_weights(model, device, plan, progress, notice)
             resources.callback(weights.close)
             workspace = Workspace(model.spec, device, sizes.chunk_tokens, sizes.logit_rows)
             resources.callback(workspace.close)
@@ -163,7 +160,7 @@ class Engine:
                 stream=stream,
                 forward=forward,
                 port=port,
-                context_tokens=sizes.context_tokens,
+                context_tokens=context_tokens,
                 resources=resources.pop_all(),
             )
 
@@ -347,13 +344,6 @@ def _open_device(options: EngineOptions) -> Device:
         vram_bytes=options.vram_bytes,
         vram_reserve_bytes=options.vram_reserve_bytes,
     )
-
-
-def _sizes(spec: ModelSpec, device: Device, stream: Stream, options: EngineOptions) -> Sizes:
-    context_tokens = _context_tokens(spec, options.max_context)
-    if options.prefill:
-        return Sizes(context_tokens, min(options.prefill, context_tokens))
-    return Sizes(context_tokens, auto_chunk_tokens(spec, device, stream, context_tokens))
 
 
 def _context_tokens(spec: ModelSpec, wanted: int) -> int:

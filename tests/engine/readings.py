@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.engine import Engine, EngineOptions
-from strata_cli.engine.forward.loading import DEFAULT_HOMES, Homes
+from strata_cli.engine.forward.planning import DEFAULT_HOMES, Homes
 from strata_cli.engine.forward.state import StateHash
 from tests.engine.strategies import EOS
 

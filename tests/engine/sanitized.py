@@ -9,7 +9,7 @@ import sys
 
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.experts.placing import ExpertHome
-from strata_cli.engine.forward.loading import Homes
+from strata_cli.engine.forward.planning import Homes
 from tests.engine.passes import read_together
 from tests.model.oracle import MODELS, load_oracle
 

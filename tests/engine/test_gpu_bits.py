@@ -10,7 +10,7 @@ import pytest
 
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.experts.placing import ExpertHome
-from strata_cli.engine.forward.loading import Homes, TableHome
+from strata_cli.engine.forward.planning import Homes, TableHome
 from strata_cli.engine.model.expected import Shape
 from strata_cli.engine.model.quants import BLOCK, QuantType
 from tests.engine.passes import read_together

@@ -14,7 +14,7 @@ from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
 from strata_cli.engine.device.nvrtc import Compiler
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.experts.placing import ExpertHome
-from strata_cli.engine.forward.loading import Homes
+from strata_cli.engine.forward.planning import Homes
 from strata_cli.errors import ConfigError
 from tests.device.cubin_driver import CubinDriver, hopper
 from tests.engine.passes import read_together

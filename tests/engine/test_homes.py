@@ -19,9 +19,9 @@ from strata_cli.engine.device.host_memory import HostBuffer
 from strata_cli.engine.device.host_stream import HostStream
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.experts.placing import ExpertHome
-from strata_cli.engine.forward.loading import Homes, TableHome
-from strata_cli.engine.forward.outline import Needs, Outline, Sizes, auto_chunk_tokens
+from strata_cli.engine.forward.outline import Needs, Outline, Sizes
 from strata_cli.engine.forward.placing import Placement
+from strata_cli.engine.forward.planning import Homes, TableHome, Wishes, plan_model
 from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.errors import DeviceError, OutOfMemory
 from tests.engine.readings import TEXT, Reading, assert_same, open_engine, read_in_parts
@@ -236,12 +236,18 @@ def test_an_interrupted_load_gives_everything_back(
 
 
 def test_chunks_grow_with_the_memory(model: Path, device: OwnMemory) -> None:
+    """The least memory holds the model with its table mapped and the smallest chunk."""
     with load_model_file(model) as opened:
         stream = device.stream("outline")
-        chunks = []
-        for shift in (20, 22, 24, 26, 40):
-            device.free_bytes = 1 << shift
-            chunks.append(auto_chunk_tokens(opened.spec, device, stream, 10_000))
+        small = Outline(opened, device, stream, Sizes(1_000, 512), MAPPED_TABLE).needs.device
+        chunks, mapped = [], []
+        for factor in (1, 2, 4, 16, 1_024):
+            device.free_bytes = small * factor
+            plan = plan_model(opened, device, stream, Wishes(1_000))
+            chunks.append(plan.sizes.chunk_tokens)
+            mapped.append(plan.placement.is_table_mapped)
         assert chunks == sorted(chunks)
-        assert (chunks[0], chunks[-1]) == (512, 4096)
-        assert auto_chunk_tokens(opened.spec, device, stream, 100) == 100
+        assert (chunks[0], chunks[-1]) == (512, 1_000)
+        assert (mapped[0], mapped[-1]) == (True, False)
+        assert plan_model(opened, device, stream, Wishes(100)).sizes == (100, 100)
+        assert plan_model(opened, device, stream, Wishes(1_000, 70)).sizes == (1_000, 70)

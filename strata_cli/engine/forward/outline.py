@@ -18,9 +18,6 @@ from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.engine.model.tensors import ModelFile
 
 LOGIT_ROWS = 128  # most rows of logits computed at a time
-CHUNKS = (4096, 2048, 1024, 512)
-CHUNK_WITHOUT_OWN_MEMORY = 512
-WORKSPACE_SHARE = 8  # at most one such part of the free memory is for a chunk's workspace
 
 
 class Sizes(NamedTuple):
@@ -60,18 +57,6 @@ class Needs:
     def device(self) -> int:
         """All that the device must have."""
         return self.weights + self.workspace + self.state
-
-
-def auto_chunk_tokens(spec: ModelSpec, device: Device, stream: Stream, context_tokens: int) -> int:
-    """The largest chunk whose workspace leaves the memory to weights and context."""
-    if not device.has_own_memory:
-        return min(CHUNK_WITHOUT_OWN_MEMORY, context_tokens)
-    most_bytes = device.memory().free_bytes // WORKSPACE_SHARE
-    for chunk_tokens in CHUNKS[:-1]:
-        sizes = Sizes(context_tokens, min(chunk_tokens, context_tokens))
-        if _workspace_bytes(spec, PaperDevice(device, stream), sizes) <= most_bytes:
-            return sizes.chunk_tokens
-    return min(CHUNKS[-1], context_tokens)
 
 
 class Outline:
