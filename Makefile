@@ -29,7 +29,7 @@ endef
 export DEMO_SYSTEM DEMO_PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu gpu-bundle check fmt fmt-check lint types imports docs docs-check clean
+.PHONY: help setup demo test test-gpu gpu-bundle check fmt fmt-check lint types imports bench docs docs-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ types: $(DEV) ## check types
 
 imports: $(DEV) ## check that imports point down the rooms
 	$(BIN)/lint-imports --no-logo
+
+bench: $(CORE) ## measure how fast the embedded model starts, reads and generates
+	PYTHONPATH=. $(BIN)/python benchmarks/embedded.py
 
 docs: $(DEV) ## write the settings table and the command line reference
 	$(BIN)/python -m tools.generate_docs
