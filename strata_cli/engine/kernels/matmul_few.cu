@@ -19,8 +19,12 @@ template <int TYPE>
 constexpr int BOOK_BYTES = 4 * BOOK_COPIES<TYPE> * Codec<TYPE>::BOOK;
 
 struct Shape {
-    int rows, cols, slice, warps_per_tile, pitch;
+    int rows, cols, slice, warps_per_tile;
+    int chunks;   // of 16 bytes, from one row in shared memory to the next
     int columns;  // tokens at a time, at most eight
+
+    // As a product, so that the compiler sees its alignment and can load 16 bytes at a time.
+    __device__ int pitch() const { return 16 * chunks; }
 };
 
 // One matrix and the tokens it is multiplied with.
@@ -39,7 +43,7 @@ struct Parts {
     float *sums;
 
     __device__ Parts(unsigned char *after_book, const Shape &shape, int warp, int warps) {
-        const int row_bytes = ROWS * shape.pitch;
+        const int row_bytes = ROWS * shape.pitch();
         const int x_bytes = shape.slice / 32 * shape.columns * 64 * PLANES;
         rows = after_book + warp * (row_bytes + x_bytes);
         x = reinterpret_cast<uint4 *>(rows + row_bytes);
@@ -54,7 +58,7 @@ __device__ inline void copy_rows(unsigned char *shared, const Shape &shape, cons
                                  int first_row, int first_k, int (&phase)[ROWS / 8]) {
     using R = Rows<TYPE, LANE>;
     constexpr int align = stage_alignment(ALIGN, R::bytes(256));
-    constexpr bool whole = align == 16 && LANE == 64;
+    constexpr bool whole = align == 16 && R::STEPS == 8;
     const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
     const long long row_bytes = R::bytes(shape.cols);
     const int length = min(shape.slice, shape.cols - first_k);
@@ -65,7 +69,7 @@ __device__ inline void copy_rows(unsigned char *shared, const Shape &shape, cons
         phase[half] = whole ? 0 : static_cast<int>(reinterpret_cast<unsigned long long>(from) & 15);
         phase[half] = phase[half] / align * align;
         from -= phase[half];
-        unsigned char *to = shared + (8 * half + g) * shape.pitch;
+        unsigned char *to = shared + (8 * half + g) * shape.pitch();
         const int end = phase[half] + R::bytes(length);
         if constexpr (whole) {
 #pragma unroll 4
@@ -176,14 +180,14 @@ __device__ inline void multiply_slice(float (&sums)[4], const unsigned char *row
     using R = Rows<TYPE, LANE>;
     const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3, steps = (length + 31) / 32;
     const uint4 *own_x = x + min(g, count - 1) * 4 + t;
-    for (int first = 0; first < steps; first += R::OCTETS) {
+    for (int first = 0; first < steps; first += R::STEPS) {
         RowScale scale[ROWS / 8];
         Staged<ALIGN> row[ROWS / 8];
 #pragma unroll
         for (int half = 0; half < ROWS / 8; half++)
-            row[half] = {rows + (8 * half + g) * shape.pitch, phase[half] + R::bytes(32 * first)};
+            row[half] = {rows + (8 * half + g) * shape.pitch(), phase[half] + R::bytes(32 * first)};
 #pragma unroll
-        for (int i = 0; i < R::OCTETS; i++) {
+        for (int i = 0; i < R::STEPS; i++) {
             Octet w[ROWS / 8];
             const uint4 activations = own_x[(first + i) * count * 4];
 #pragma unroll
@@ -256,11 +260,11 @@ __device__ inline void few(const Shape &shape, const Job &job, const float *x, f
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void matmul_few(const float *x, const unsigned char *data, float *out, long long,
                            long long tokens, long long rows, long long cols, long long slice,
-                           long long warps_per_tile, long long pitch, long long columns) {
+                           long long warps_per_tile, long long chunks, long long columns) {
     extern __shared__ uint4 shared[];
-    const Shape shape = {static_cast<int>(rows),  static_cast<int>(cols),
-                         static_cast<int>(slice), static_cast<int>(warps_per_tile),
-                         static_cast<int>(pitch), static_cast<int>(columns)};
+    const Shape shape = {static_cast<int>(rows),   static_cast<int>(cols),
+                         static_cast<int>(slice),  static_cast<int>(warps_per_tile),
+                         static_cast<int>(chunks), static_cast<int>(columns)};
     const auto book = load_book<TYPE, BOOK_COPIES<TYPE>>(reinterpret_cast<unsigned *>(shared));
     let_next_start();
     if (Codec<TYPE>::BOOK) __syncthreads();
@@ -277,14 +281,14 @@ template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void grouped_few(const float *x, const long long *blobs, const int *row_of,
                             const int *expert_start, float *out, long long, long long rows,
                             long long cols, long long offset_bytes, long long experts,
-                            long long slice, long long warps_per_tile, long long pitch,
+                            long long slice, long long warps_per_tile, long long chunks,
                             long long columns) {
     extern __shared__ uint4 shared[];
     __shared__ int found;
     const int pair = blockIdx.x;
-    const Shape shape = {static_cast<int>(rows),  static_cast<int>(cols),
-                         static_cast<int>(slice), static_cast<int>(warps_per_tile),
-                         static_cast<int>(pitch), static_cast<int>(columns)};
+    const Shape shape = {static_cast<int>(rows),   static_cast<int>(cols),
+                         static_cast<int>(slice),  static_cast<int>(warps_per_tile),
+                         static_cast<int>(chunks), static_cast<int>(columns)};
     const auto book = load_book<TYPE, BOOK_COPIES<TYPE>>(reinterpret_cast<unsigned *>(shared));
     let_next_start();
     wait_for_launches_ahead();

@@ -15,18 +15,26 @@ constexpr int STAGE = 128;        // k per stage of activations: four steps
 constexpr int LANE_PITCH = 80;    // bytes of a lane's four octets, and 16 so that banks differ
 constexpr int TOKEN_PITCH = 320;  // bytes of a token in a stage
 
+// What all tiles of a launch share.
+struct Product {
+    const unsigned short *activations;
+    float *out;
+    int rows, cols, slice;
+};
+
 // One tile: matrix, first row, and the tokens, which are rows `first ...` of out.
 struct Tile {
     const unsigned char *matrix;
     int first_row, first, count;
 };
 
+// WHOLE: tokens that a tile lacks are multiplied too, and not stored.
 template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS, int STAGES, bool WHOLE>
 struct Many {
     using R = Rows<TYPE, LANE>;
     static constexpr int THREADS = 32 * ROW_WARPS * TOKEN_WARPS;
     static constexpr int ROWS = 32 * ROW_WARPS, TOKENS = 64 * TOKEN_WARPS;
-    static constexpr int RAW = LANE == 64 ? 256 : 128;  // k per stage of raw rows
+    static constexpr int RAW = R::STEPS == 8 ? 256 : 128;  // k per stage of raw rows
     static constexpr int PER_RAW = RAW / STAGE, RAW_STAGES = PER_RAW == 2 ? 2 : STAGES;
     static constexpr int RAW_BYTES = R::bytes(RAW);
     // A raw stage is copied with its first stage of activations, over one that must be used up.
@@ -36,22 +44,30 @@ struct Many {
     static constexpr int CHUNKS = (RAW_BYTES + 16 - STEP_ALIGN + 15) / 16;
     static constexpr int PITCH = 16 * (CHUNKS | 1);
     static constexpr int RAW_STAGE_BYTES = ROWS * PITCH, X_STAGE_BYTES = TOKENS * TOKEN_PITCH;
+    static constexpr bool FULL =
+        !R::IS_FLOAT && 4 * LANE >= STAGE;  // every stage lies within the row
 
+    const Product product;
     unsigned char *raw;
     unsigned char *x;
-    int *sources;  // row of x of each token of the tile
+    unsigned *sources;  // where the row of x of each token of the tile begins, in 16 bytes
     Book<1> book;
 
-    __device__ Many(unsigned char *shared)
-        : raw(shared),
+    __device__ Many(const Product &all, unsigned char *shared)
+        : product(all),
+          raw(shared),
           x(raw + RAW_STAGES * RAW_STAGE_BYTES),
-          sources(reinterpret_cast<int *>(x + STAGES * X_STAGE_BYTES)),
-          book(load_book<TYPE, 1>(reinterpret_cast<unsigned *>(sources + TOKENS))) {}
+          sources(reinterpret_cast<unsigned *>(x + STAGES * X_STAGE_BYTES)),
+          book(load_book<TYPE, 1>(sources + TOKENS)) {}
 
-    __device__ static const unsigned char *row_at(const Tile &tile, int row, int rows, int cols,
-                                                  int raw_stage) {
-        const long long n = min(tile.first_row + row, rows - 1);
-        return tile.matrix + n * R::bytes(cols) + static_cast<long long>(raw_stage) * RAW_BYTES;
+    // Every thread calls it for its tokens of the next tile.
+    __device__ void set_source(int token, int row) const {
+        sources[token] = row * static_cast<unsigned>(product.cols / 8);
+    }
+
+    __device__ const unsigned char *row_at(const Tile &tile, int row, int raw_stage) const {
+        const long long n = min(tile.first_row + row, product.rows - 1);
+        return tile.matrix + n * R::bytes(product.cols) + raw_stage * RAW_BYTES;
     }
 
     __device__ static int phase_of(const unsigned char *row) {
@@ -60,44 +76,52 @@ struct Many {
         return phase / STEP_ALIGN * STEP_ALIGN;
     }
 
+    __device__ static int raw_slot(int stage, int slot) {
+        return PER_RAW == 2 ? stage / 2 % 2 : slot;
+    }
+
     // Four threads copy a row together, 64 bytes at a time.
-    __device__ void copy_raw(const Tile &tile, int rows, int cols, int raw_stage) const {
-        unsigned char *to = raw + raw_stage % RAW_STAGES * RAW_STAGE_BYTES;
-        const int length = min(RAW, cols - raw_stage * RAW), first = threadIdx.x % 4;
+    __device__ void copy_raw(const Tile &tile, int raw_stage, int slot) const {
+        const int first = 16 * (threadIdx.x % 4);
 #pragma unroll
         for (int pass = 0; pass < 4 * ROWS / THREADS; pass++) {
             const int row = threadIdx.x / 4 + THREADS / 4 * pass;
-            const unsigned char *from = row_at(tile, row, rows, cols, raw_stage);
-            const int phase = phase_of(from), end = phase + R::bytes(length);
-            from -= phase;
+            const unsigned char *from = row_at(tile, row, raw_stage);
+            const int phase = phase_of(from);
+            const int length =
+                FULL ? RAW_BYTES : R::bytes(min(RAW, product.cols - raw_stage * RAW));
+            from += first - phase;
+            unsigned char *to = raw + slot * RAW_STAGE_BYTES + row * PITCH + first;
 #pragma unroll
-            for (int chunk = first; chunk < CHUNKS + first; chunk += 4) {
-                const int left = end - 16 * chunk;
-                if (chunk < CHUNKS)
-                    copy_async(to + row * PITCH + 16 * chunk, left > 0 ? from + 16 * chunk : from,
-                               max(0, min(16, left)));
+            for (int at = 0; at < 16 * CHUNKS; at += 64) {
+                if (FULL && (at + 64 <= RAW_BYTES || (STEP_ALIGN == 16 && first + at < RAW_BYTES)))
+                    copy_async(to + at, from + at);
+                else if (first + at < 16 * CHUNKS)
+                    copy_async(to + at, from + at, max(0, min(16, phase + length - first - at)));
             }
         }
     }
 
-    __device__ void copy_x(const unsigned short *activations, int cols, int stage) const {
-        unsigned char *to = x + stage % STAGES * X_STAGE_BYTES;
+    __device__ void copy_x(int stage, int slot) const {
         const int octet = threadIdx.x % 16, t = octet / 4, step = octet % 4;
         const int k = stage / PER_RAW * RAW + R::k_of(stage % PER_RAW * 4 + step, t);
-        const int nbytes = max(0, min(16, 2 * (cols - k)));
-#pragma unroll 4
-        for (int token = threadIdx.x / 16; token < TOKENS; token += THREADS / 16) {
-            const unsigned short *row = activations + static_cast<long long>(sources[token]) * cols;
-            copy_async(to + token * TOKEN_PITCH + t * LANE_PITCH + 16 * step,
-                       nbytes ? row + k : row, nbytes);
+        const int nbytes = FULL ? 16 : max(0, min(16, 2 * (product.cols - k)));
+        const uint4 *from = reinterpret_cast<const uint4 *>(product.activations + k);
+        unsigned char *to = x + slot * X_STAGE_BYTES + t * LANE_PITCH + 16 * step;
+#pragma unroll
+        for (int i = 0; i < 16 * TOKENS / THREADS; i++) {
+            const int token = threadIdx.x / 16 + THREADS / 16 * i;
+            if (FULL)
+                copy_async(to + token * TOKEN_PITCH, from + sources[token]);
+            else
+                copy_async(to + token * TOKEN_PITCH, from + sources[token], nbytes);
         }
     }
 
-    __device__ void copy_stage(const Tile &tile, const unsigned short *activations, int rows,
-                               int cols, int stage, int stages) const {
+    __device__ void copy_stage(const Tile &tile, int stage, int stages, int slot) const {
         if (stage < stages) {
-            copy_x(activations, cols, stage);
-            if (stage % PER_RAW == 0) copy_raw(tile, rows, cols, stage / PER_RAW);
+            copy_x(stage, slot);
+            if (stage % PER_RAW == 0) copy_raw(tile, stage / PER_RAW, raw_slot(stage, slot));
         }
         commit_copies();
     }
@@ -105,23 +129,22 @@ struct Many {
     // Four steps, FIRST ... of their raw stage.
     template <int FIRST>
     __device__ void multiply_stage(float (&sums)[2][8][4], RowScale (&scale)[2][2],
-                                   const Tile &tile, int rows, int cols, int stage,
-                                   int tokens) const {
+                                   const Tile &tile, int stage, int slot, int tokens) const {
         const int lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
         const int row_warp = threadIdx.x / 32 % ROW_WARPS;
         const int token_warp = threadIdx.x / 32 / ROW_WARPS;
         const unsigned char *own_raw =
-            raw + stage / PER_RAW % RAW_STAGES * RAW_STAGE_BYTES + (32 * row_warp + g) * PITCH;
-        const unsigned char *own_x = x + stage % STAGES * X_STAGE_BYTES +
-                                     (64 * token_warp + g) * TOKEN_PITCH + t * LANE_PITCH;
+            raw + raw_slot(stage, slot) * RAW_STAGE_BYTES + (32 * row_warp + g) * PITCH;
+        const unsigned char *own_x =
+            x + slot * X_STAGE_BYTES + (64 * token_warp + g) * TOKEN_PITCH + t * LANE_PITCH;
         int phase[2][2];
 #pragma unroll
         for (int i = 0; i < 4; i++)
             phase[i / 2][i % 2] =
-                phase_of(row_at(tile, 32 * row_warp + 8 * i + g, rows, cols, stage / PER_RAW));
+                phase_of(row_at(tile, 32 * row_warp + 8 * i + g, stage / PER_RAW));
 #pragma unroll
         for (int step = 0; step < 4; step++) {
-            if (LANE < 32 && stage * STAGE + 32 * step >= cols) break;
+            if (LANE < 32 && stage * STAGE + 32 * step >= product.cols) break;
             uint4 activations[8];
 #pragma unroll
             for (int n = 0; n < 8; n++)
@@ -133,41 +156,58 @@ struct Many {
                 w[i / 2][i % 2] =
                     decode<TYPE, LANE, STEP_ALIGN>({own_raw + 8 * i * PITCH, phase[i / 2][i % 2]},
                                                    FIRST + step, t, book, scale[i / 2][i % 2]);
+            multiply_step(sums, w, activations, tokens);
+        }
+    }
+
+    // The two products that a sum gets in a step are kept apart: the second waits for the first.
+    __device__ static void multiply_step(float (&sums)[2][8][4], const Octet (&w)[2][2],
+                                         const uint4 (&x)[8], int tokens) {
+        constexpr int together = WHOLE ? 8 : 1;
 #pragma unroll
-            for (int n = 0; n < 8; n += 2) {
-                if (!WHOLE && 8 * n >= tokens) break;
-                multiply_step(sums[0][n], w[0], activations[n]);
-                multiply_step(sums[1][n], w[1], activations[n]);
-                multiply_step(sums[0][n + 1], w[0], activations[n + 1]);
-                multiply_step(sums[1][n + 1], w[1], activations[n + 1]);
+        for (int n = 0; n < 8; n += together) {
+            if (!WHOLE && 8 * n >= tokens) break;
+#pragma unroll
+            for (int i = n; i < n + together; i++) {
+                multiply_half<0>(sums[0][i], w[0], x[i].x, x[i].y);
+                multiply_half<0>(sums[1][i], w[1], x[i].x, x[i].y);
+            }
+#pragma unroll
+            for (int i = n; i < n + together; i++) {
+                multiply_half<2>(sums[0][i], w[0], x[i].z, x[i].w);
+                multiply_half<2>(sums[1][i], w[1], x[i].z, x[i].w);
             }
         }
     }
 
-    __device__ static void multiply_step(float (&sums)[4], const Octet (&w)[2], const uint4 &x) {
-        multiply(sums, w[0].pair[0], w[1].pair[0], w[0].pair[1], w[1].pair[1], x.x, x.y);
-        multiply(sums, w[0].pair[2], w[1].pair[2], w[0].pair[3], w[1].pair[3], x.z, x.w);
+    template <int PAIR>
+    __device__ static void multiply_half(float (&sums)[4], const Octet (&w)[2], unsigned x0,
+                                         unsigned x1) {
+        multiply(sums, w[0].pair[PAIR], w[1].pair[PAIR], w[0].pair[PAIR + 1], w[1].pair[PAIR + 1],
+                 x0, x1);
     }
 
-    __device__ void run(const Tile &tile, const unsigned short *activations, float *out, int rows,
-                        int cols, int slice) const {
-        const int stages = (cols + STAGE - 1) / STAGE;
+    __device__ void run(const Tile &tile) const {
+        const int stages = (product.cols + STAGE - 1) / STAGE;
         const int token_warp = threadIdx.x / 32 / ROW_WARPS;
         // The shuffle tells the compiler that a warp agrees on it.
         const int tokens = __shfl_sync(0xffffffffu, tile.count - 64 * token_warp, 0);
         float sums[2][8][4] = {}, totals[2][8][4] = {};
         RowScale scale[2][2];
-        for (int stage = 0; stage < STAGES - 1; stage++)
-            copy_stage(tile, activations, rows, cols, stage, stages);
+        for (int stage = 0; stage < STAGES - 1; stage++) copy_stage(tile, stage, stages, stage);
+        int slot = 0, left_of_slice = product.slice;
         for (int stage = 0; stage < stages; stage++) {
             wait_copies<STAGES - 2>();
             __syncthreads();
-            copy_stage(tile, activations, rows, cols, stage + STAGES - 1, stages);
+            copy_stage(tile, stage + STAGES - 1, stages, slot ? slot - 1 : STAGES - 1);
             if (PER_RAW == 2 && stage % 2)
-                multiply_stage<PER_RAW == 2 ? 4 : 0>(sums, scale, tile, rows, cols, stage, tokens);
+                multiply_stage<PER_RAW == 2 ? 4 : 0>(sums, scale, tile, stage, slot, tokens);
             else
-                multiply_stage<0>(sums, scale, tile, rows, cols, stage, tokens);
-            if ((stage + 1) * STAGE % slice == 0 || stage + 1 == stages) {
+                multiply_stage<0>(sums, scale, tile, stage, slot, tokens);
+            slot = slot == STAGES - 1 ? 0 : slot + 1;
+            left_of_slice -= STAGE;
+            if (left_of_slice == 0 || stage + 1 == stages) {
+                left_of_slice = product.slice;
 #pragma unroll
                 for (int i = 0; i < 64; i++) {
                     totals[i / 32][i / 4 % 8][i % 4] += sums[i / 32][i / 4 % 8][i % 4];
@@ -175,21 +215,21 @@ struct Many {
                 }
             }
         }
-        store(totals, tile, out, rows, tokens);
+        store(totals, tile, tokens);
         __syncthreads();
     }
 
-    __device__ static void store(const float (&totals)[2][8][4], const Tile &tile, float *out,
-                                 int rows, int tokens) {
+    __device__ void store(const float (&totals)[2][8][4], const Tile &tile, int tokens) const {
         const int lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
         const int row = tile.first_row + 32 * (threadIdx.x / 32 % ROW_WARPS) + g;
-        const int first = 64 * (threadIdx.x / 32 / ROW_WARPS) + 2 * t;
+        const int token_warp = threadIdx.x / 32 / ROW_WARPS;
+        float *to = product.out + row +
+                    static_cast<long long>(tile.first + 64 * token_warp + 2 * t) * product.rows;
 #pragma unroll
         for (int i = 0; i < 64; i++) {
             const int m = i / 32, n = i / 4 % 8, half = i / 2 % 2, token = 8 * n + i % 2;
-            const int own_row = row + 16 * m + 8 * half;
-            if (own_row < rows && 2 * t + token < tokens)
-                out[static_cast<long long>(tile.first + first + token) * rows + own_row] =
+            if (row + 16 * m + 8 * half < product.rows && 2 * t + token < tokens)
+                to[static_cast<long long>(token) * product.rows + 16 * m + 8 * half] =
                     totals[m][n][i % 4] / GAIN<TYPE>;
         }
     }
@@ -203,15 +243,17 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
                 long long slice) {
     using Block = Many<TYPE, LANE, ALIGN, ROW_WARPS, TOKEN_WARPS, STAGES, true>;
     extern __shared__ uint4 shared[];
-    const Block block(reinterpret_cast<unsigned char *>(shared));
+    const Product product = {activations, out, static_cast<int>(rows), static_cast<int>(cols),
+                             static_cast<int>(slice)};
+    const Block block(product, reinterpret_cast<unsigned char *>(shared));
     const int num_tokens = tokens, token_tiles = (num_tokens + Block::TOKENS - 1) / Block::TOKENS;
     const int first = blockIdx.x % token_tiles * Block::TOKENS;
     const Tile tile = {data, static_cast<int>(blockIdx.x) / token_tiles * Block::ROWS, first,
                        min(Block::TOKENS, num_tokens - first)};
     for (int i = threadIdx.x; i < Block::TOKENS; i += Block::THREADS)
-        block.sources[i] = min(first + i, num_tokens - 1);
+        block.set_source(i, min(first + i, num_tokens - 1));
     __syncthreads();
-    block.run(tile, activations, out, rows, cols, slice);
+    block.run(tile);
 }
 
 // Inclusive prefix sum over the experts of their token tiles, [experts + 1] from zero.
@@ -247,8 +289,10 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
                  long long cols, long long offset_bytes, long long experts, long long slice) {
     using Block = Many<TYPE, LANE, ALIGN, ROW_WARPS, TOKEN_WARPS, STAGES, false>;
     extern __shared__ uint4 shared[];
-    const Block block(reinterpret_cast<unsigned char *>(shared));
-    int *prefix = block.sources + Block::TOKENS + Codec<TYPE>::BOOK;
+    const Product product = {activations, out, static_cast<int>(rows), static_cast<int>(cols),
+                             static_cast<int>(slice)};
+    const Block block(product, reinterpret_cast<unsigned char *>(shared));
+    int *prefix = reinterpret_cast<int *>(block.sources + Block::TOKENS + Codec<TYPE>::BOOK);
     const int num_experts = experts;
     count_tiles<Block::TOKENS>(prefix, expert_start, num_experts);
     const int row_tiles = (static_cast<int>(rows) + Block::ROWS - 1) / Block::ROWS;
@@ -269,8 +313,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
         const Tile tile = {reinterpret_cast<const unsigned char *>(blobs[low]) + offset_bytes,
                            i % row_tiles * Block::ROWS, first, count};
         for (int j = threadIdx.x; j < Block::TOKENS; j += Block::THREADS)
-            block.sources[j] = row_of[first + min(j, count - 1)];
+            block.set_source(j, row_of[first + min(j, count - 1)]);
         __syncthreads();
-        block.run(tile, activations, out, rows, cols, slice);
+        block.run(tile);
     }
 }

@@ -104,12 +104,11 @@ def alignment(*offsets: int) -> int:
 def lane_weights(qtype: QuantType, cols: int) -> int:
     """Consecutive weights of a row that one lane of four owns, in every span of four times that.
 
-    The most that cuts the row, filled up to a multiple of 32, into whole spans. A lane gains from
-    many only where they share a scale.
+    The most that suits the type and cuts the row, filled up to a multiple of 32, into whole spans.
     """
     filled = blocks(cols, 32) * 32
-    lanes = (64, 32, 16, 8) if BLOCK[qtype].weights > 1 else (32, 16, 8)
-    return next(lane for lane in lanes if filled % (4 * lane) == 0)
+    most = 32 if BLOCK[qtype].weights == 1 or code_book(qtype) else 64
+    return next(lane for lane in (most, 32, 16, 8) if filled % (4 * lane) == 0)
 
 
 @cache
@@ -148,18 +147,18 @@ def _unit(source: str, name: str, qtype: QuantType, *parameters: int) -> Unit:
 
 
 class _Warp(NamedTuple):
-    """Shared memory of one warp of the few-row function."""
+    """Shared memory of one warp of the few-row function: a row's 16-byte chunks, and all bytes."""
 
-    pitch: int
+    chunks: int
     nbytes: int
 
 
 def _few_warp(matrix: Matrix, rows: int, columns: int) -> _Warp:
     slice_weights = slice_cols(matrix.qtype, matrix.cols)
     most = matrix.bytes_of(slice_weights) + 16 - math.gcd(matrix.align, matrix.bytes_of(256))
-    pitch = 16 * (blocks(most, 16) | 1)  # odd: then eight rows begin in different banks
+    chunks = blocks(most, 16) | 1  # odd: then eight rows begin in different banks
     planes = 2 if matrix.qtype is QuantType.F32 else 1
-    return _Warp(pitch, rows * pitch + slice_weights // 32 * columns * 64 * planes)
+    return _Warp(chunks, rows * 16 * chunks + slice_weights // 32 * columns * 64 * planes)
 
 
 def few_tile_rows(matrix: Matrix) -> int:
@@ -209,7 +208,7 @@ def few_plan(
             *((experts,) if experts else ()),
             slice_cols(matrix.qtype, matrix.cols),
             warps_per_tile,
-            warp.pitch,
+            warp.chunks,
             columns,
         ),
     )
@@ -239,8 +238,8 @@ NARROW = (Tile(4, 1, 3), Tile(4, 1, 2), Tile(2, 1, 2), Tile(1, 1, 2))
 
 def many_shared_bytes(matrix: Matrix, tile: Tile) -> int:
     """Raw rows, activations, the tile's row numbers and the code book."""
-    raw_cols = 256 if matrix.lane == 64 else 128
-    raw_stages = 2 if matrix.lane == 64 else tile.stages
+    is_long = max(4 * matrix.lane, BLOCK[matrix.qtype].weights) == 256
+    raw_cols, raw_stages = (256, 2) if is_long else (128, tile.stages)
     raw_bytes = matrix.bytes_of(raw_cols)
     chunks = blocks(raw_bytes + 16 - math.gcd(matrix.align, raw_bytes), 16)
     raw = raw_stages * tile.rows * 16 * (chunks | 1)

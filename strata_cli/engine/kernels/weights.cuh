@@ -2,9 +2,9 @@
 //
 // The order of k in a product. A row is cut into spans of 4 * LANE weights; lane t of a quad owns
 // weights t * LANE ... of each, and takes eight of them, an octet, per step: step i of a span takes
-// octet i of all four lanes, so a step is 32 k. LANE is 64 (32 for types without scales), 32, 16 or
-// 8, the largest whose spans divide the row; so a lane decodes a scale once for many weights. A step
-// is two products of 16 k: the first four of each octet, then the last four.
+// octet i of all four lanes, so a step is 32 k. LANE is 64, 32, 16 or 8, the largest that suits the
+// type and whose spans divide the row; so a lane decodes a scale once for many weights. A step is
+// two products of 16 k: the first four of each octet, then the last four.
 #pragma once
 #include "codec_grid.cuh"
 #include "codec_k.cuh"
@@ -46,8 +46,10 @@ struct Rows {
     static constexpr int SPAN = 4 * LANE;
     static constexpr bool IS_FLOAT = Type::WEIGHTS == 1;
     static constexpr int BLOCK_OCTETS = IS_FLOAT ? 1 << 20 : Type::WEIGHTS / 8;
+    // Steps after which both a span and a block end.
+    static constexpr int STEPS = SPAN > Type::WEIGHTS ? OCTETS : Type::WEIGHTS / 32;
 
-    // Bytes of a row's first k weights, k a multiple of the span.
+    // Bytes of a row's first k weights, k a multiple of the block.
     __host__ __device__ static constexpr int bytes(int k) {
         return k / Type::WEIGHTS * Type::BYTES;
     }
