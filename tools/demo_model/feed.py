@@ -56,21 +56,31 @@ def running_texts(tables: Tables, share: int, shares: int, rng: Random) -> Itera
 
     Worker `share` of `shares` reads its own part, so that a pass sees every text once.
     """
+    for _, text in sourced_texts(tables, share, shares, rng):
+        yield text
+
+
+def sourced_texts(
+    tables: Tables, share: int, shares: int, rng: Random, *, endless: bool = True
+) -> Iterator[tuple[str, str]]:
+    """Yield running texts with the names of their sources; without `endless`, one pass of them."""
     packages, senses = tables.packages, tables.synsets
     items: list[tuple[str, int]] = [("document", at) for at in range(len(tables.documents))]
-    items += [("packages", at) for at in range(0, len(packages), PACKAGES_TOGETHER)]
-    items += [("senses", at) for at in range(0, len(senses), SENSES_TOGETHER)]
+    items += [("debian", at) for at in range(0, len(packages), PACKAGES_TOGETHER)]
+    items += [("wordnet", at) for at in range(0, len(senses), SENSES_TOGETHER)]
     items = items[share::shares]
     while True:
         rng.shuffle(items)
         for kind, at in items:
             if kind == "document":
-                yield tables.documents[at].text()
-            elif kind == "packages":
+                yield tables.documents[at].source, tables.documents[at].text()
+            elif kind == "debian":
                 some = packages[at : at + PACKAGES_TOGETHER]
-                yield "\n\n".join("\n".join([p.synopsis, *p.paragraphs]) for p in some)
+                yield kind, "\n\n".join("\n".join([p.synopsis, *p.paragraphs]) for p in some)
             else:
-                yield "\n".join(dictionary_lines(senses[at : at + SENSES_TOGETHER]))
+                yield kind, "\n".join(dictionary_lines(senses[at : at + SENSES_TOGETHER]))
+        if not endless:
+            return
 
 
 class BatchMaker:
