@@ -173,8 +173,11 @@ def _open_engine(config: StrataConfig, *, will_chat: bool) -> Engine:
         prefill=config.prefill,
         will_chat=will_chat,
     )
-    with progress_bar("loading", "B", config.progress, scale=True) as progress:
-        return Engine.open(options, progress, notice=_notice)
+    with (
+        progress_bar("loading", "B", config.progress, scale=True) as loading,
+        progress_bar("compiling", "kernel", config.progress) as compiling,
+    ):
+        return Engine.open(options, loading, notice=_notice, compiling=compiling)
 
 
 def _notice(text: str) -> None:

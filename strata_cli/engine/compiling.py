@@ -61,22 +61,27 @@ def compile_kernels(
         last_first: begin with what a step needs last.
         progress: called with (kernels done, kernels in all).
     """
-    spec, stream = forward.spec, CompilingStream(forward.stream)
-    state = new_state(spec, device, forward.stream, context_tokens=max(1, *spec.index_ratio))
-    on_paper = dataclasses.replace(forward, stream=stream)
+    spec, stream, paper = forward.spec, forward.stream, CompilingStream(forward.stream)
+    state = new_state(spec, device, stream, context_tokens=max(1, *spec.index_ratio))
+    on_paper = dataclasses.replace(forward, stream=paper)
     on_paper.run(single(state, 1))
     on_paper.head(0, 1)
+    steps = [*paper.steps(), _compile_log_softmax, _compile_hash]
     with _rare_collections():
-        if last_first:
-            _compile_the_rest()
-        stream.compile(last_first=last_first, progress=progress)
-        if not last_first:
-            _compile_the_rest()
+        for index, step in enumerate(reversed(steps) if last_first else steps):
+            # On the stream's thread: an interrupt of this one could get lost inside the compiler.
+            stream.call(step)
+            stream.synchronize()
+            if progress is not None:
+                progress(index + 1, len(steps))
     state.close()
 
 
-def _compile_the_rest() -> None:
+def _compile_log_softmax() -> None:
     log_softmax_row(np.zeros(1, np.float32))
+
+
+def _compile_hash() -> None:
     fnv1a64(np.zeros(1, np.uint8))
 
 

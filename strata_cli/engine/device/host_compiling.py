@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 from strata_cli.engine.device.base import HostFunction, Kernel, KernelArgument, Launch, Stream
-from strata_cli.engine.device.host_stream import BodyArguments, body_arguments
+from strata_cli.engine.device.host_stream import body_arguments
 from strata_cli.engine.device.paper import PaperStream
 
 
@@ -20,24 +22,22 @@ class CompilingStream(PaperStream):
 
     def __init__(self, like: Stream) -> None:
         super().__init__("compiling", like, {})
-        self._calls: dict[HostFunction, list[BodyArguments]] = {}
+        self._launches: dict[HostFunction, list[_Launched]] = {}
 
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         if launch.items:
-            self._calls.setdefault(kernel.host, []).append(body_arguments(kernel, args))
+            self._launches.setdefault(kernel.host, []).append(_Launched(kernel, args))
 
-    def compile(
-        self, *, last_first: bool = False, progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Compiles on the calling thread what was noted, or finds it in the cache.
+    def steps(self) -> list[Callable[[], None]]:
+        """For each host body noted, in order, what compiles it or finds it in the cache."""
+        return [partial(_call_without_items, launches) for launches in self._launches.values()]
 
-        Args:
-            last_first: begin with the kernel that was noted last.
-            progress: called with (kernels done, kernels in all).
-        """
-        kernels = list(self._calls.items())
-        for done, (function, calls) in enumerate(reversed(kernels) if last_first else kernels):
-            for call in calls:
-                function(0, 0, *call.values)
-            if progress is not None:
-                progress(done + 1, len(kernels))
+
+class _Launched(NamedTuple):
+    kernel: Kernel
+    args: tuple[KernelArgument, ...]
+
+
+def _call_without_items(launches: list[_Launched]) -> None:
+    for kernel, args in launches:
+        kernel.host(0, 0, *body_arguments(kernel, args).values)
