@@ -71,7 +71,7 @@ def test_the_fitted_temperature_is_the_one_that_made_the_answers() -> None:
 def test_calibration_error_is_the_gap_within_bins() -> None:
     assert calibration_error(judged([0.5] * 30, [1, 0] * 15)) == pytest.approx(0)
     assert calibration_error(judged([0.9] * 30, [1, 0] * 15)) == pytest.approx(0.4)
-    low_and_high = judged([0.1] * 30 + [0.9] * 30, [1] * 30 + [0] * 30)
+    low_and_high = judged([0.1] * 14 + [0.9] * 16, [1] * 14 + [0] * 16)
     assert calibration_error(low_and_high) == pytest.approx(0.9), "gaps do not cancel"
 
 

@@ -48,10 +48,14 @@ def judge(scores: Sequence[Scores], right: Sequence[int], temperature: float = 1
 
 def fit_temperature(scores: Sequence[Scores], right: Sequence[int]) -> float:
     """Return the temperature, of a fixed grid, under which the right options are likeliest."""
+    padded = np.full((len(scores), max(map(len, scores))), -np.inf)
+    for row, score in zip(padded, scores, strict=True):
+        row[: len(score)] = score - score.max()
+    chosen = padded[np.arange(len(right)), right]
 
     def mean_loss(temperature: float) -> float:
-        pairs = zip(scores, right, strict=True)
-        return -float(np.mean([normalised(score / temperature)[r] for score, r in pairs]))
+        totals = np.log(np.exp(padded / temperature).sum(axis=1))
+        return float(np.mean(totals - chosen / temperature))
 
     return float(min(TEMPERATURES, key=mean_loss))
 
