@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
+from strata_cli.engine.device.base import Device, Kernel, Launch, Stream, Tensor, empty
 
 SOURCE = str(Path(__file__).with_name("kernels.cu"))
 
@@ -56,3 +56,13 @@ def add(stream: Stream, x: Tensor, y: Tensor, out: Tensor) -> None:
 def affine(stream: Stream, x: Tensor, factor: int, term: int) -> None:
     """x = x * factor + term: two such calls give another result in the other order."""
     stream.launch(AFFINE, one_thread_each(x.size), x, factor, term, x.size)
+
+
+def touch_all(device: Device, stream: Stream) -> None:
+    """Launch every kernel above on one item."""
+    x, y = empty(device, (1,)), empty(device, (1,), np.int64)
+    stream.fill(x, 0)
+    stream.fill(y, 0)
+    add(stream, x, x, x)
+    stream.launch(SCALED_ADD, one_thread_each(1), 1.0, x, x, x, 1)
+    affine(stream, y, 1, 0)

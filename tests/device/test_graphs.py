@@ -46,7 +46,7 @@ def test_replay_is_in_order_with_other_work(device: Device, stream: Stream) -> N
     upload(device, stream, x, np.array([1]))
     with stream.capture() as graph:
         affine(stream, x, 3, 0)
-    with held(stream):
+    with held(device, stream):
         for term in range(5):
             affine(stream, x, 1, term)
             stream.replay(graph)

@@ -97,7 +97,7 @@ def test_a_pinned_source_is_read_when_the_copy_runs(device: Device, stream: Stre
     values = np.zeros(1_000, np.uint8)
     pinned = Tensor.over(device.allocate_pinned(1_000), (1_000,), np.uint8)
     dst = Tensor.over(device.allocate(1_000), (1_000,), np.uint8)
-    with held(stream):
+    with held(device, stream):
         stream.copy(dst, pinned)
         pinned.numpy()[:] = 9
     np.testing.assert_array_equal(download(device, stream, dst), values + 9)
@@ -180,7 +180,7 @@ def test_a_closed_buffer_is_refused(device: Device, stream: Stream) -> None:
 def test_a_buffer_closed_behind_enqueued_work_is_still_read(device: Device, stream: Stream) -> None:
     src, dst = empty(device, (1_000,), np.int64), empty(device, (1_000,), np.int64)
     upload(device, stream, src, np.arange(1_000))
-    with held(stream) as gate:
+    with held(device, stream) as gate:
         stream.copy(dst, src)
         gate.set()
         src.buffer.close()

@@ -14,7 +14,7 @@ import pytest
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.device.transfer import download, upload
 from strata_cli.errors import DeviceError, ShapeError
-from tests.device.gates import held, standing_at
+from tests.device.gates import PATIENCE_S, Gate, finish, finish_stream, held, standing_at
 from tests.device.kernels import ADD, AFFINE, SCALED_ADD, add, affine, one_thread_each
 
 
@@ -36,12 +36,12 @@ def test_work_runs_in_the_order_it_was_enqueued(device: Device, stream: Stream) 
 def test_enqueueing_does_not_wait_for_the_work(device: Device, stream: Stream) -> None:
     x = ones(device, stream)
     done = device.event()
-    with held(stream) as gate:
+    with held(device, stream) as gate:
         affine(stream, x, 2, 0)
         stream.record(done)
         assert not done.query()
         gate.set()
-        done.synchronize()
+        finish(done)
     assert done.query()
     assert download(device, stream, x) == 2
 
@@ -49,16 +49,19 @@ def test_enqueueing_does_not_wait_for_the_work(device: Device, stream: Stream) -
 def test_streams_do_not_wait_for_each_other(device: Device, stream: Stream) -> None:
     x = ones(device, stream)
     other = device.stream("copy")
-    with held(other):
+    gate_is_open = device.event()
+    with held(device, other):
+        other.record(gate_is_open)
         affine(stream, x, 2, 5)
-        stream.synchronize()
+        finish_stream(device, stream)
+        assert not gate_is_open.query()
     assert download(device, stream, x) == 7
 
 
 def test_a_stream_waits_for_the_event_of_another(device: Device, stream: Stream) -> None:
     x = ones(device, stream)
     other, written, used = device.stream("copy"), device.event(), device.event()
-    with held(stream) as gate:
+    with held(device, stream) as gate:
         affine(stream, x, 10, 0)
         stream.record(written)
         other.wait(written)
@@ -66,31 +69,28 @@ def test_a_stream_waits_for_the_event_of_another(device: Device, stream: Stream)
         other.record(used)
         assert not used.query()
         gate.set()
-        used.synchronize()
+        finish(used)
     assert download(device, other, x) == 15
 
 
 def test_a_wait_is_for_the_latest_record_at_the_time_of_the_call(
     device: Device, stream: Stream
 ) -> None:
-    """The wait runs after the second record was made, and before that is reached.
-
-    One gate at a time: a device may call the host functions of all its streams from one thread.
-    """
+    """The wait runs after the second record was made, and before that is reached."""
     first, other = device.stream("first"), device.stream("other")
-    opened, event, gate = device.event(), device.event(), threading.Event()
+    opened, event, gate = device.event(), device.event(), Gate(device, 1)
     stream.record(event)
-    with held(first):
+    with held(device, first):
         first.record(opened)
         other.wait(opened)
         other.wait(event)
         stream.wait(opened)
-        stream.call(standing_at(gate))
+        gate.stop(0, stream)
         stream.record(event)
-    other.synchronize()
+    finish_stream(device, other)
     assert not event.query()
     gate.set()
-    event.synchronize()
+    finish(event)
 
 
 def test_an_event_may_be_recorded_again(device: Device, stream: Stream) -> None:
@@ -129,7 +129,7 @@ def test_elapsed_time_needs_timing_and_completion(device: Device, stream: Stream
         untimed.elapsed_ms(start)
     with pytest.raises(DeviceError):
         end.elapsed_ms(start)
-    with held(stream):
+    with held(device, stream):
         stream.record(end)
         with pytest.raises(DeviceError):
             end.elapsed_ms(start)
@@ -149,7 +149,7 @@ def test_a_failure_is_raised_at_synchronize_with_its_cause(device: Device, strea
 
 def test_work_behind_a_failure_is_dropped(device: Device, stream: Stream) -> None:
     ran = []
-    with held(stream):
+    with held(device, stream):
         stream.call(fail)
         stream.call(lambda: ran.append(1))
     with pytest.raises(DeviceError):
@@ -169,7 +169,7 @@ def test_an_event_behind_a_failure_raises(device: Device, stream: Stream) -> Non
 
 def test_a_failure_reaches_streams_that_waited_for_it(device: Device, stream: Stream) -> None:
     other, event, ran = device.stream("copy"), device.event(), []
-    with held(stream):
+    with held(device, stream):
         stream.call(fail)
         stream.record(event)
         other.wait(event)
@@ -200,7 +200,7 @@ def test_a_signal_interrupts_synchronize(device: Device, stream: Stream) -> None
     event = device.event()
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with held(stream):
+        with held(device, stream):
             stream.record(event)
             for wait in (stream.synchronize, event.synchronize, device.synchronize):
                 signal.setitimer(signal.ITIMER_REAL, 0.02)
@@ -260,7 +260,7 @@ def test_threads_with_streams_of_their_own_keep_the_order_of_events(device: Devi
     def enqueue(index: int) -> None:
         try:
             for turn in range(rounds):
-                turns[index].acquire()
+                assert turns[index].acquire(timeout=PATIENCE_S)
                 streams[index].wait(events[index - 1])
                 affine(streams[index], x, 3, turn * num_threads + index)
                 streams[index].record(events[index])
@@ -273,7 +273,7 @@ def test_threads_with_streams_of_their_own_keep_the_order_of_events(device: Devi
         thread.start()
     turns[0].release()
     for thread in threads:
-        thread.join()
+        thread.join(PATIENCE_S)
     assert not errors
     device.synchronize()
 

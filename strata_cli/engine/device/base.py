@@ -250,7 +250,8 @@ class Stream(Protocol):
     def copy(self, dst: Tensor, src: Tensor) -> None:
         """Enqueues a copy of src's bytes over dst, in any direction between homes.
 
-        Pageable sources are read when the copy runs: keep them unchanged until then.
+        Pageable sources are read when the copy runs: keep them unchanged until then. A copy from
+        or to pageable memory may make the caller wait for the stream's earlier work.
 
         Raises:
             ShapeError: the byte counts differ.
@@ -269,7 +270,12 @@ class Stream(Protocol):
 
     def fill(self, dst: Tensor, byte: int) -> None: ...
     def call(self, function: Callable[[], None]) -> None:
-        """Enqueues a host function; it must not call the device."""
+        """Enqueues a host function; it must not call the device.
+
+        It runs when the stream's earlier work is done, and later work waits for it. Host functions
+        of different streams may run one after the other, in any order, from a single thread (a
+        GPU's driver does so): one must not wait for another stream, nor take long.
+        """
         ...
 
     def record(self, event: Event) -> None: ...
