@@ -1,7 +1,7 @@
 """Matrix products on a GPU: right for every type, and their share of memory and tensor-core rates.
 
-    PYTHONPATH=. python benchmarks/cuda_matmul.py [check few layer host many grouped variants] \
-        [--types published|all|Q8_0,...] [--json FILE]
+    PYTHONPATH=. python benchmarks/cuda_matmul.py [check few layer host many grouped variants \
+        compare] [--types published|all|Q8_0,...] [--json FILE]
 
 Limits are measured in the same run: reading memory with a plain kernel, torch's bfloat16 product.
 Launches are replayed as a graph over so many copies of a matrix that the L2 cache holds none of
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,13 +41,16 @@ from strata_cli.engine.device.base import Graph, Kernel, Tensor, empty
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul, round_rows
 from strata_cli.engine.kernels.products import (
+    Ahead,
     Matrix,
     Plan,
     Tile,
     Unit,
+    ahead_plan,
     alignment,
     dense_matrix,
     few_plan,
+    few_tile_rows,
     grouped_many_plan,
     many_plan,
 )
@@ -83,6 +86,35 @@ FEW_WAYS = (*((r, n, "") for r in (8, 16) for n in (1, 2, 4)), *((16, 1, hint) f
 FEW_VARIANTS = (
     *((Q.Q8_0, shape) for shape in ((2560, 12288), (6144, 2560), (10240, 320), (320, 10240))),
     (Q.IQ3_XXS, (2560, 12288)),
+)
+
+
+class Way(NamedTuple):
+    """How to make a product with few rows; zeros stand for the usual."""
+
+    rows: int = 0  # per warp
+    ahead: Ahead | None = None
+    define: str = ""
+    columns: int = 0  # at a time
+
+
+WAYS = (
+    Way(),
+    Way(define="COPY_LANES=16"),
+    Way(columns=1),
+    *(
+        Way(r, Ahead(n, 16), columns=c)
+        for r, n, c in ((8, 1, 0), (8, 2, 0), (16, 1, 0), (16, 2, 0))
+    ),
+    *(Way(8, Ahead(1, 4)), Way(8, Ahead(1, 16), columns=1), Way(8, Ahead(2, 16), columns=1)),
+)
+COMPARED = (
+    *((Q.Q8_0, shape, 1) for shape in DENSE),
+    *((Q.Q8_0, DENSE[0], 8), (Q.F32, (2560, 512), 1)),
+    *((qtype, DENSE[0], 1) for qtype in (Q.Q4_K, Q.IQ3_XXS, Q.IQ4_NL)),
+)
+COMPARED_EXPERTS = (
+    *((Q.IQ3_XXS, EXPERTS[0]), (Q.Q8_0, EXPERTS[0]), (Q.IQ4_NL, EXPERTS[1]), (Q.Q8_0, EXPERTS[1])),
 )
 TILED, TILED_EXPERTS = (Q.Q8_0, Q.IQ3_XXS), (Q.IQ3_XXS, Q.IQ4_NL)
 MANY_TILES = tuple(
@@ -131,6 +163,7 @@ def prepare(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> N
     kernels = list(stream.kernels)
     kernels += check_kernels(bench, types) if "check" in parts else []
     kernels += variant_kernels(bench.stream.shared_bytes) if "variants" in parts else []
+    kernels += compared_kernels(bench.stream.shared_bytes) if "compare" in parts else []
     bench.device.prepare(kernels)
     seconds = time.perf_counter() - started
     bench.record(kind="time", case=f"compile {len(kernels)} kernels", seconds=seconds)
@@ -558,6 +591,131 @@ def several_tiles(plan: Plan, rows: int, tile_rows: int, times: int) -> Plan:
     )
 
 
+# -- ways compared --------------------------------------------------------------------------------
+
+
+def plan_of(matrix: Matrix, tokens: int, limit: int, way: Way, experts: int = 0) -> Plan | None:
+    """A way's plan; None where it does not fit or is another way's."""
+    if way.columns and not experts:
+        return None
+    rows, segments = way.rows or few_tile_rows(matrix), TOP_K if experts else 1
+    tokens = way.columns or tokens
+    if way.ahead:
+        return ahead_plan(matrix, tokens, segments, limit, rows, way.ahead, experts)
+    plan = few_plan(matrix, tokens, segments, limit, rows, experts)
+    defines = (way.define,) if way.define else ()
+    return replace(plan, unit=plan.unit._replace(defines=plan.unit.defines + defines))
+
+
+def expert_matrix(qtype: QuantType, cols: int, rows: int) -> Matrix:
+    return Matrix(qtype, rows, cols, alignment(row_bytes(qtype, cols)))
+
+
+def compared_kernels(limit: int) -> list[Kernel]:
+    plans = [
+        plan_of(dense_matrix(qtype, rows, cols, 0), tokens, limit, way)
+        for qtype, (cols, rows), tokens in COMPARED
+        for way in WAYS
+    ]
+    plans += [
+        plan_of(expert_matrix(qtype, *shape), TOP_K, limit, way, NUM_EXPERTS)
+        for qtype, shape in COMPARED_EXPERTS
+        for way in WAYS
+    ]
+    kernels = [kernel_of(plan.unit, ()) for plan in plans if plan]
+    for qtype in TILED:
+        tokens, cols, rows = PROMPTS[0]
+        matrix = dense_matrix(qtype, rows, cols, 0)
+        tiled = [partial(many_plan, matrix, tokens, limit, (tile,)) for tile in MANY_TILES]
+        kernels += [kernel_of(unit, ()) for unit in units_that_fit(tiled)]
+    return list(dict.fromkeys(kernels))
+
+
+def compare(bench: Bench, limit: float) -> None:
+    """Each way of the few-row function in turns, and whether its results are the usual bits."""
+    for qtype, (cols, rows), tokens in COMPARED:
+        weights = weights_of(bench, qtype, rows, cols)
+        x = bench.normal(tokens, cols)
+        matrix = dense_matrix(qtype, rows, cols, weights[0].data.address)
+        shape, numbers = (tokens, rows), (int(qtype), tokens, rows, cols)
+        name, nbytes = f"{qtype.name} K{cols} N{rows} T{tokens}", sum(w.nbytes for w in weights)
+        plans = [plan_of(matrix, tokens, bench.stream.shared_bytes, way) for way in WAYS]
+        operands: list[tuple[Any, ...]] = [(x, w.data) for w in weights]
+        compare_plans(bench, "compare", name, plans, operands, shape, numbers, nbytes, limit)
+        weights[0].data.buffer.close()
+
+
+def compare_experts(bench: Bench, data: Any, address: int, kind: str, limit: float) -> None:
+    """Ten experts of one token in device or in mapped host memory."""
+    for qtype, (cols, rows) in COMPARED_EXPERTS:
+        layout = WeightLayout(qtype, rows, cols, 0)
+        if data is None:
+            tensor = repeated_rows(bench, qtype, rows, cols, NUM_EXPERTS)
+            address = tensor.address
+        else:
+            packed = packed_rows(qtype, 64, cols, 1).ravel()
+            total = NUM_EXPERTS * layout.nbytes
+            data[:total] = np.tile(packed, -(-total // packed.size))[:total]
+        blobs = bench.tensor(address + layout.nbytes * np.arange(NUM_EXPERTS, dtype=np.int64))
+        is_down = cols < rows
+        x = bench.normal(TOP_K if is_down else 1, cols)
+        row_of = bench.tensor((np.arange(TOP_K) if is_down else np.zeros(TOP_K)).astype(np.int32))
+        operands = [(x, blobs, row_of, start) for start in decode_starts(bench, 20)]
+        plans = [
+            plan_of(
+                expert_matrix(qtype, cols, rows),
+                *(x.shape[0], bench.stream.shared_bytes, way, NUM_EXPERTS),
+            )
+            for way in WAYS
+        ]
+        name, nbytes = f"{qtype.name} K{cols} N{rows} 10 experts", 200 * layout.nbytes
+        numbers = (int(qtype), rows, cols, 0)
+        compare_plans(bench, kind, name, plans, operands, (TOP_K, rows), numbers, nbytes, limit)
+        if data is None:
+            tensor.buffer.close()
+
+
+def compare_plans(
+    bench: Bench,
+    kind: str,
+    name: str,
+    plans: Sequence[Plan | None],
+    operands: Sequence[tuple[Any, ...]],
+    shape: tuple[int, ...],
+    numbers: tuple[int, ...],
+    nbytes: int,
+    limit: float,
+) -> None:
+    """Replays each plan over the operands of all launches; the first plan's bits are right."""
+    cases: list[Case] = []
+    usual: np.ndarray | None = None
+    for way, plan in zip(WAYS, plans, strict=True):
+        if plan is None:
+            continue
+        out = empty(bench.device, shape)
+        bench.stream.fill(out, 0xFF)
+        launches = [
+            partial(launch_plan, bench, plan, (), *each, out, *numbers) for each in operands
+        ]
+        launches[0]()
+        result = download(bench.device, bench.stream, out)
+        usual = result if usual is None else usual
+        same = "same bits" if np.array_equal(result, usual) else "OTHER BITS"
+        ahead = f"ahead {way.ahead.buffers} lanes {way.ahead.copy_lanes}" if way.ahead else ""
+        told = f"rows {way.rows} columns {way.columns} {ahead}{way.define} {plan.grid[1]} {same}"
+        cases.append(Case(f"{name}: {told}", record_graph(bench, launches), len(launches), nbytes))
+    report(bench, kind, cases, limit)
+
+
+def run_compare(bench: Bench, limit: float) -> None:
+    compare(bench, limit)
+    compare_experts(bench, None, 0, "compare experts", limit)
+    link = bench.device.allocate_pinned(1 << 30)
+    rate = copy_rate(bench, link, 1 << 30)
+    compare_experts(bench, link.host_bytes, link.address, "compare host", rate)
+    many(bench, TILED, torch_rate(bench, PROMPTS[:1]), MANY_TILES)
+
+
 def parse_types(text: str) -> tuple[QuantType, ...]:
     named = {"published": PUBLISHED, "all": tuple(QuantType)}
     return named.get(text) or tuple(QuantType[name] for name in text.split(","))
@@ -567,7 +725,7 @@ def run(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> None:
     prepare(bench, parts, types)
     if "check" in parts:
         check(bench, types)
-    limit = read_rate(bench) if {"few", "layer", "variants"} & set(parts) else 1.0
+    limit = read_rate(bench) if {"few", "layer", "variants", "compare"} & set(parts) else 1.0
     if "few" in parts:
         few(bench, types, limit)
         experts_few(bench, types, limit)
@@ -576,6 +734,8 @@ def run(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> None:
         rounding(bench, limit)
     if "host" in parts:
         host(bench, (Q.IQ3_XXS, Q.IQ4_NL, Q.Q8_0))
+    if "compare" in parts:
+        run_compare(bench, limit)
     if not {"many", "grouped", "variants"} & set(parts):
         return
     rate = torch_rate(bench, ((8192, 8192, 8192), *PROMPTS))

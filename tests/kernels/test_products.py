@@ -12,9 +12,11 @@ from strata_cli.engine.device.nvrtc import Compiler, read_unit
 from strata_cli.engine.kernels.products import (
     NARROW,
     WIDE,
+    Ahead,
     Matrix,
     Plan,
     Tile,
+    ahead_plan,
     alignment,
     code_book,
     dense_matrix,
@@ -79,6 +81,26 @@ def test_plans_fit_every_gpu(qtype: QuantType, limit: int) -> None:
                 plans += [grouped_many_plan(matrix, 40960, 512, limit)]
             for plan in plans:
                 assert_launchable(plan, limit)
+
+
+@pytest.mark.parametrize("qtype", [QuantType.Q8_0, QuantType.IQ3_XXS, QuantType.F32])
+def test_blocks_that_go_ahead_cover_every_row_and_cut_sums_alike(qtype: QuantType) -> None:
+    """With the slices of the usual plan, one to a warp; None only where many slices do not fit."""
+    for cols in (2560, 10240):
+        for rows in (1, 640, 12288):
+            for tile_rows in (8, 16):
+                matrix = matrix_of(qtype, rows, cols)
+                usual = few_plan(matrix, 1, 1, 227 << 10, tile_rows)
+                plan = ahead_plan(matrix, 1, 1, 227 << 10, tile_rows, Ahead(2, 16))
+                if plan is None:
+                    assert cols >= 10 * usual.extents[0]
+                    continue
+                assert_launchable(plan, 227 << 10)
+                slice_weights, num_slices = plan.extents[:2]
+                assert slice_weights == usual.extents[0]
+                assert (num_slices - 1) * slice_weights < cols <= num_slices * slice_weights
+                assert plan.block[0] % (32 * num_slices) == 0
+                assert plan.grid[1] * tile_rows <= rows + tile_rows * plan.block[0] // 32
 
 
 def assert_launchable(plan: Plan, limit: int) -> None:

@@ -26,6 +26,9 @@ FEW_COLUMNS = 8  # activation rows that a block of the few-row function takes at
 FEW_SHARED_BYTES = 96 << 10  # most that it asks for: two blocks fit a multiprocessor
 FEW_WARPS = 16
 BOOK_BYTES = 16 << 10  # a code book takes in shared memory for few rows, several times over
+MULTIPROCESSORS = 132  # of the reference GPU; with fewer, blocks wait for each other
+RESIDENT_WARPS = 28  # of a multiprocessor, by the few-row function's registers
+MOST_WARPS = 32
 WARP_ROWS = 32
 WARP_TOKENS = 64
 TOKEN_PITCH = 320  # bytes of one token in a stage of 128 k
@@ -208,6 +211,69 @@ def few_plan(
             *((experts,) if experts else ()),
             slice_cols(matrix.qtype, matrix.cols),
             warps_per_tile,
+            warp.chunks,
+            columns,
+        ),
+    )
+
+
+class Ahead(NamedTuple):
+    """How blocks of the few-row function go through several groups of tiles.
+
+    Attributes:
+        buffers: groups whose rows a block holds, 1 or 2.
+        copy_lanes: lanes that copy a row together, 4, 8 or 16.
+    """
+
+    buffers: int
+    copy_lanes: int
+
+
+def _rounds(groups: int, segments: int, resident: int) -> int:
+    """Groups per block: all blocks resident, and little for the busiest multiprocessor."""
+    most = max(1, MULTIPROCESSORS * resident // segments)
+    fewest = blocks(groups, most)
+    return min(
+        (fewest, fewest + 1),
+        key=lambda n: n * blocks(segments * blocks(groups, n), MULTIPROCESSORS),
+    )
+
+
+def ahead_plan(
+    matrix: Matrix,
+    tokens: int,
+    segments: int,
+    shared_bytes: int,
+    tile_rows: int,
+    ahead: Ahead,
+    experts: int = 0,
+) -> Plan | None:
+    """As ``few_plan``, with as many blocks as are resident at once; None where they do not fit."""
+    columns = min(FEW_COLUMNS, tokens)
+    num_slices = blocks(matrix.cols, slice_cols(matrix.qtype, matrix.cols))
+    tiles = max(1, 4 // num_slices)
+    warps = tiles * num_slices
+    warp = _few_warp(matrix, tile_rows, columns)
+    warp_bytes = warp.nbytes + (ahead.buffers - 1) * tile_rows * 16 * warp.chunks
+    nbytes = BOOK_BYTES if code_book(matrix.qtype) else 0
+    nbytes += warps * (warp_bytes + 2 * 4 * tile_rows * columns)
+    if warps > MOST_WARPS or nbytes > shared_bytes:
+        return None
+    resident = max(1, min(RESIDENT_WARPS // warps, shared_bytes // (nbytes + 1024)))
+    groups = blocks(matrix.rows, tiles * tile_rows)
+    rounds = _rounds(groups, segments, resident)
+    parameters = (matrix.qtype, matrix.lane, tile_rows, matrix.align)
+    unit = _unit("matmul_few.cu", "grouped_few" if experts else "matmul_few", *parameters)
+    defines = (f"AHEAD={ahead.buffers}", f"COPY_LANES={ahead.copy_lanes}")
+    return Plan(
+        unit=unit._replace(defines=unit.defines + defines),
+        grid=(segments, blocks(groups, rounds), 1),
+        block=(WARP * warps, 1, 1),
+        shared_bytes=nbytes,
+        extents=(
+            *((experts,) if experts else ()),
+            slice_cols(matrix.qtype, matrix.cols),
+            num_slices,
             warp.chunks,
             columns,
         ),
