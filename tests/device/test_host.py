@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import strata_cli.engine.device as device_room
 from strata_cli.engine.device import host_memory, open_device
 from strata_cli.engine.device.base import Kernel, Launch, empty
 from strata_cli.engine.device.host import HostDevice
@@ -212,7 +211,6 @@ def test_negative_thread_counts_are_refused() -> None:
 def test_auto_falls_back_to_the_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(device_room, "CUDA_RUNS_MODELS", True)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with caplog.at_level(logging.INFO), open_device("auto", threads=1) as device:
         assert device.name == "host"

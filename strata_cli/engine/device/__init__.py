@@ -12,8 +12,6 @@ from strata_cli.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 RESERVE_BYTES = 700 << 20
-# TODO: True once every kernel names its CUDA source; until then "auto" must not pick a GPU.
-CUDA_RUNS_MODELS = False
 
 
 def open_device(
@@ -22,7 +20,7 @@ def open_device(
     """Opens the device that a setting names.
 
     Args:
-        name: "host", "cuda:N", or "auto": the first GPU if it can run models, else the host.
+        name: "host", "cuda:N", or "auto": the first GPU if it can be used, else the host.
         threads: threads that share a launch on the host; 0 takes every usable processor.
         vram_bytes: hard cap on device memory of a GPU; 0 takes what is free, less the reserve.
         vram_reserve_bytes: what is then left to others.
@@ -41,12 +39,11 @@ def open_device(
 
 
 def _open_auto(threads: int, vram_bytes: int, vram_reserve_bytes: int) -> Device:
-    if CUDA_RUNS_MODELS:
-        try:
-            return _open_cuda(0, vram_bytes, vram_reserve_bytes)
-        except ConfigError as error:
-            logger.info("computing on the host: %s", error.message)
-    return HostDevice(threads)
+    try:
+        return _open_cuda(0, vram_bytes, vram_reserve_bytes)
+    except ConfigError as error:
+        logger.info("computing on the host: %s", error.message)
+        return HostDevice(threads)
 
 
 def _open_cuda(ordinal: int, vram_bytes: int, vram_reserve_bytes: int) -> Device:
