@@ -88,6 +88,7 @@ __device__ inline void copy_rows(unsigned char *shared, const Shape &shape, cons
                                  int first_row, int first_k) {
     using R = Rows<TYPE, LANE>;
     constexpr bool whole = stage_alignment(ALIGN, R::bytes(256)) == 16 && R::STEPS == 8;
+    constexpr int COPY_UNROLL = COPY_LANES > 4 ? 1 : 4;  // long code is slow to arrive, too
     constexpr int at_once = 32 / COPY_LANES, stride = 16 * COPY_LANES;
     const int lane = threadIdx.x & 31, first = 16 * (lane % COPY_LANES);
     const int length = min(shape.slice, shape.cols - first_k);
@@ -100,12 +101,12 @@ __device__ inline void copy_rows(unsigned char *shared, const Shape &shape, cons
         unsigned char *to = shared + row * shape.pitch();
         const int end = phase + R::bytes(length);
         if constexpr (whole) {
-#pragma unroll 4
+#pragma unroll COPY_UNROLL
             for (int at = first; at < end; at += stride) copy_async(to + at, from + at);
         } else {
             // Up to the end of a step of float weights, which may lie beyond the row.
             const int filled = R::IS_FLOAT ? phase + R::bytes((length + 31) / 32 * 32) : end;
-#pragma unroll 4
+#pragma unroll COPY_UNROLL
             for (int at = first; at < filled; at += stride)
                 copy_async(to + at, at < end ? from + at : from, max(0, min(16, end - at)));
         }
@@ -331,7 +332,7 @@ __device__ inline void few(const Shape &shape, const Job &job, const float *x, f
     const Parts<TYPE, ROWS> parts(reinterpret_cast<unsigned char *>(all_shared) + BOOK_BYTES<TYPE>,
                                   shape, warp, warps);
     const int own = tile * ROWS, all_sums = tiles * slices * ROWS * job.count;
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < BUFFERS; i++) {
         const int group = blockIdx.y + i * gridDim.y;
         if (group < groups)
