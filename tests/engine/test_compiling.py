@@ -1,0 +1,100 @@
+"""A first start on the host: what it says, what it compiles, and how it can be interrupted."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strata_cli.engine import compiling
+from strata_cli.engine.device.host_compiling import CompilingStream
+from strata_cli.engine.engine import COLD_NOTICE, Engine, EngineOptions
+from strata_cli.engine.kernels import jit
+from strata_cli.models import DEMO_MODEL_PATH
+
+OPTIONS = EngineOptions(model=DEMO_MODEL_PATH, device="host", prefill=8)
+
+
+@pytest.fixture
+def marker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the cache is noted as complete; the cache itself stays, so nothing takes long."""
+    path = tmp_path / "complete"
+    monkeypatch.setattr(jit, "_COMPLETE", path)
+    return path
+
+
+def test_a_first_start_says_so_counts_kernels_and_is_the_last(marker: Path) -> None:
+    notices: list[str] = []
+    counts: list[tuple[int, int]] = []
+    thresholds = gc.get_threshold()
+    for _ in range(2):
+        Engine.open(
+            OPTIONS,
+            notice=notices.append,
+            compiling=lambda done, total: counts.append((done, total)),
+        ).close()
+    assert notices == [COLD_NOTICE]
+    assert marker.exists()
+    total = len(counts)
+    assert total > 10
+    assert counts == [(done, total) for done in range(1, total + 1)]
+    assert gc.get_threshold() == thresholds
+
+
+def test_a_start_that_is_interrupted_is_not_the_last_first_one(marker: Path) -> None:
+    def interrupt(done: int, _total: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Engine.open(OPTIONS, compiling=interrupt)
+    assert not marker.exists()
+
+
+def test_the_second_process_begins_where_the_first_one_ends(
+    monkeypatch: pytest.MonkeyPatch, marker: Path
+) -> None:
+    steps: list[str] = []
+    noted = CompilingStream.steps
+    monkeypatch.setattr(
+        CompilingStream,
+        "steps",
+        lambda stream: [lambda: steps.append("kernel") for _ in noted(stream)],
+    )
+    monkeypatch.setattr(compiling, "_compile_hash", lambda: steps.append("hash"))
+    monkeypatch.setattr(sys, "argv", ["-c", str(DEMO_MODEL_PATH)])
+    compiling.main()
+    assert not marker.exists()  # that is for the first process to say
+    from_the_end, steps[:] = list(steps), []
+    Engine.open(OPTIONS).close()
+    assert from_the_end == steps[::-1]
+    assert steps[-1] == "hash"
+    assert len(steps) > 10
+
+
+def test_ctrl_c_ends_a_first_start_and_its_second_process(tmp_path: Path) -> None:
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "strata_cli", "read", "x", "--raw", "--progress"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environ,
+        start_new_session=True,  # a group of its own, to see who is left
+    ) as process:
+        assert process.stderr is not None
+        seen = b""
+        while b"compiling:" not in seen and (data := os.read(process.stderr.fileno(), 4096)):
+            seen += data
+        assert COLD_NOTICE.encode() in seen
+        os.kill(process.pid, signal.SIGINT)
+        output, error = process.communicate(timeout=30)
+        assert (process.returncode, output) == (130, b"")
+        assert b"Traceback" not in error
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
