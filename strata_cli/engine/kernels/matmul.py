@@ -63,11 +63,13 @@ FEW_ROWS = 8  # below this many activation rows, decoding costs more than multip
 # Measured host time per weight decoded and per multiplication; they only steer the threads.
 _DECODE_NS = 0.2
 _PRODUCT_NS = 0.03
-_WORTH_A_THREAD_NS = 25_000.0
+_WORTH_A_THREAD_NS = 50_000.0
 
 _FLOAT_BYTES = 4
 _LINE_BYTES = 64
-_PADDING = 16  # floats between decoded rows: rows 4 KiB apart would compete for cache sets
+# Floats between decoded rows of whole multiples of 2 KiB, which would compete for cache sets.
+_PADDING = 16
+_PADDED_COLS = 512
 
 
 @nogil_jit
@@ -96,7 +98,7 @@ def _product_items(
     at a time, so that they are still in the first-level cache when they are used.
     """
     pitch, segments = rows * _FLOAT_BYTES, blobs.size
-    w_pitch = (cols + _PADDING) * _FLOAT_BYTES
+    w_pitch = (cols if cols % _PADDED_COLS else cols + _PADDING) * _FLOAT_BYTES
     scratch = allocate_bytes(ROW_TILE * w_pitch + _LINE_BYTES)
     floats = (scratch + _LINE_BYTES - 1) & -_LINE_BYTES
     compile_small()
@@ -114,9 +116,11 @@ def _product_items(
                 n = step if step < end_row - row else end_row - row
                 w, w_stride = blobs[s] + offset + row * row_nbytes, row_nbytes
                 if function != 0:
-                    for i in range(n):
+                    at_once = n if cols % _PADDED_COLS else 1
+                    for i in range(0, n, at_once):
                         source, target = w + i * row_nbytes, floats + i * w_pitch
-                        call_decoder(function, source, target, cols // block_weights, table)
+                        blocks = at_once * (cols // block_weights)
+                        call_decoder(function, source, target, blocks, table)
                     w, w_stride = floats, w_pitch
                 to = out + first * pitch + row * _FLOAT_BYTES
                 multiply_rows(w, w_stride, n, x, cols, ids, count, to, pitch)
