@@ -114,14 +114,14 @@ def test_ties_go_to_the_lower_expert_and_the_lower_block(model_path: Path) -> No
     assert_close(seen.logits, Reference(model_path).forward(ids).logits)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(dims=dimensions(), ids=prompts(), chunk=st.sampled_from([1, 5, 16, 64]))
 def test_random_models(model_path: Path, dims: dict[str, Any], ids: list[int], chunk: int) -> None:
     write_tiny_model(model_path, **dims)
     check(model_path, ids, chunk)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(dims=dimensions(blocks=True), ids=prompts())
 def test_random_quantized_models(model_path: Path, dims: dict[str, Any], ids: list[int]) -> None:
     write_tiny_model(model_path, **dims)

@@ -34,8 +34,8 @@ def test_one_token_at_a_time_does_not_change_a_bit(engine: Engine, whole: Readin
         assert_same(Reading(logits, sequence.state_hash()), whole)
 
 
-@settings(max_examples=10)
-@given(sizes=st.lists(st.sampled_from([1, 2, 3, 4, 5, 31, 64, 129]), min_size=1, max_size=6))
+@settings(max_examples=6)
+@given(sizes=st.lists(st.sampled_from([64, 129, 31, 5, 4, 2, 1]), min_size=2, max_size=6))
 def test_any_cuts_do_not_change_a_bit(engine: Engine, whole: Reading, sizes: list[int]) -> None:
     assert_same(read_in_parts(engine, cut(TEXT, sizes)), whole)
 
