@@ -25,6 +25,7 @@ from tools.demo_model.evaluation.measures import (
     calibration_error,
     fit_temperature,
     judge,
+    least_calibration_error,
     ranked_right,
     risk_threshold,
     select,
@@ -73,6 +74,12 @@ def test_calibration_error_is_the_gap_within_bins() -> None:
     assert calibration_error(judged([0.9] * 30, [1, 0] * 15)) == pytest.approx(0.4)
     low_and_high = judged([0.1] * 14 + [0.9] * 16, [1] * 14 + [0] * 16)
     assert calibration_error(low_and_high) == pytest.approx(0.9), "gaps do not cancel"
+
+
+def test_chance_alone_gives_an_error_that_more_prompts_lessen() -> None:
+    few, many = (least_calibration_error(judged([0.8] * n, [1] * n)) for n in (150, 1500))
+    assert 0.05 < few < 0.15
+    assert many == pytest.approx(few / 10**0.5, rel=0.2)
 
 
 def test_the_threshold_keeps_the_risk_and_as_many_answers_as_it_can() -> None:
@@ -141,7 +148,7 @@ def test_claims_are_summed_up_by_question() -> None:
         yes = 0.9 if turn.options[turn.answer] == "Yes" else 0.8
         shares = [yes if option == "Yes" else 1 - yes for option in turn.options]
         answered.append(answer(turn.answer, [np.log(shares)], []))
-    expected = {"prompts": 40, "accuracy": 0.5, "yes": 1.0, "ranked": 1.0}
+    expected = {"prompts": 40, "accuracy": 0.5, "yes": 1.0, "centred": 1.0, "ranked": 1.0}
     assert claim_report(examples, answered) == {"Is it?": expected}
 
 

@@ -19,7 +19,7 @@ from tools.demo_model.labels import (
 )
 from tools.demo_model.tables import Tables
 from tools.demo_model.tasks.drawing import Draw, Example, is_sound, make_choice, make_claim, some
-from tools.demo_model.tasks.lookups import draw_find
+from tools.demo_model.tasks.lookups import catalog_state, draw_find
 from tools.demo_model.tasks.packages import draw_section_claim, draw_synopsis, package_state
 from tools.demo_model.tasks.passages import draw_heading, draw_invented, draw_next, draw_topic
 from tools.demo_model.tasks.words import (
@@ -115,6 +115,16 @@ def lookups(tables: Tables, count: int, rng: Random) -> Iterator[Example]:
     """Yield prompts that ask which of `count` words the state contains."""
     for _ in range(300):
         yield replace(draw_find(tables, rng, count), kind=f"lookup{count}")
+
+
+def catalogs(tables: Tables, size: int, rng: Random, kind: str) -> Iterator[Example]:
+    """Yield prompts that ask for one of `size` packages listed in the state, by its short line."""
+    for _ in range(DRAWN):
+        packages = some(tables.packages, size, rng)
+        right, *wrong = some(packages, 4, rng)
+        text = f"Which entry is described as: {right.synopsis}?"
+        turn = make_choice(text, right.name, [other.name for other in wrong], rng)
+        yield Example(kind, catalog_state(packages), (turn,), certain=True)
 
 
 def evaluation_sets(tables: Tables) -> dict[str, list[Example]]:

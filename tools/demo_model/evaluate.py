@@ -23,7 +23,7 @@ from tools.demo_model.evaluation.decisions import Answered, measure_task
 from tools.demo_model.evaluation.reading import Progress
 from tools.demo_model.evaluation.routing import measure_routing
 from tools.demo_model.evaluation.sampling import PLANS, Task, sample_tasks
-from tools.demo_model.evaluation.texts import measure_positions, measure_texts, source_shares
+from tools.demo_model.evaluation.texts import measure_positions, measure_texts, source_sizes
 from tools.demo_model.tables import Tables, load_tables
 
 PARTS = ("texts", "positions", "routing")
@@ -98,7 +98,7 @@ def measure_parts(
 
     def texts(told: Progress) -> dict[str, Any]:
         (train,) = load_tables(data, "train")
-        return measure_texts(engine, test, source_shares(train), SOURCE_BYTES, told)
+        return measure_texts(engine, test, source_sizes(train), SOURCE_BYTES, told)
 
     measures: dict[str, Callable[[Progress], dict[str, Any]]] = {
         "texts": texts,

@@ -16,6 +16,7 @@ from tools.demo_model.evaluation.measures import (
     fit_temperature,
     half_width,
     judge,
+    least_calibration_error,
     normalised,
     ranked_right,
     risk_threshold,
@@ -151,6 +152,7 @@ def confidence_report(
     return {
         "temperature": round(temperature, 3),
         "ece": round(calibration_error(plain), DIGITS),
+        "ece_least": round(least_calibration_error(plain), DIGITS),
         "ece_cooled": round(calibration_error(cooled), DIGITS),
         "coverage": round(chosen.coverage, DIGITS),
         "risk": round(chosen.risk, DIGITS),
@@ -185,6 +187,7 @@ def claim_report(examples: Sequence[Example], answered: Sequence[Answered]) -> d
 
     `ranked` is the share of pairs of a prompt that deserves Yes and one that deserves No in which
     the first got more probability of Yes: it does not change with an inclination to one answer.
+    `centred` is the accuracy when Yes is what the upper half of a question's prompts is answered.
     """
     by_text: dict[str, list[tuple[bool, float]]] = defaultdict(list)
     for example, one in zip(examples, answered, strict=True):
@@ -201,6 +204,7 @@ def claim_report(examples: Sequence[Example], answered: Sequence[Answered]) -> d
                 "prompts": len(pairs),
                 "accuracy": round(float((said == holds).mean()), DIGITS),
                 "yes": round(float(said.mean()), DIGITS),
+                "centred": round(float(((scores > np.median(scores)) == holds).mean()), DIGITS),
                 "ranked": round(ranked_right(scores[holds], scores[~holds]), DIGITS),
             }
     return report

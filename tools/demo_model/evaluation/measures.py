@@ -14,6 +14,7 @@ Scores = NDArray[np.float64]
 
 BINS = 15
 RISK = 0.05
+NUM_DRAWS = 200
 TEMPERATURES = np.geomspace(0.2, 10, 393)  # steps of 1 %
 
 
@@ -69,6 +70,16 @@ def calibration_error(judged: Judged) -> float:
         if len(part)
     ]
     return float(sum(gaps) / len(order))
+
+
+def least_calibration_error(judged: Judged) -> float:
+    """Return the calibration error that chance alone gives a perfectly calibrated model.
+
+    The mean over NUM_DRAWS draws of right answers from these very confidences.
+    """
+    rng = np.random.default_rng(0)
+    drawn = rng.random((NUM_DRAWS, len(judged.confidence))) < judged.confidence
+    return float(np.mean([calibration_error(Judged(judged.confidence, hit)) for hit in drawn]))
 
 
 def risk_threshold(judged: Judged, risk: float = RISK) -> float:

@@ -64,22 +64,21 @@ def windows(engine: Engine, text: str, size: int) -> Iterator[list[int]]:
         yield ids[start : start + size]
 
 
-def source_shares(tables: Tables) -> dict[str, float]:
-    """Return every source's share of the bytes of running text."""
+def source_sizes(tables: Tables) -> dict[str, int]:
+    """Return every source's bytes of running text."""
     sizes: dict[str, int] = defaultdict(int)
     for source, text in sourced_texts(tables, 0, 1, Random(0), endless=False):
         sizes[source] += len(text.encode())
-    total = sum(sizes.values())
-    return {source: size / total for source, size in sizes.items()}
+    return dict(sizes)
 
 
 def measure_texts(
-    engine: Engine, test: Tables, shares: Mapping[str, float], source_bytes: int, progress: Progress
+    engine: Engine, test: Tables, trained: Mapping[str, int], source_bytes: int, progress: Progress
 ) -> dict[str, Any]:
     """Read some `source_bytes` of held-out text of every source.
 
     A window's first token is not counted: nothing precedes it. The mean over the sources is
-    weighted by `shares`, their shares of the training text: what a byte of such a mixture costs.
+    weighted by `trained`, their bytes of training text: what a byte of such a mixture costs.
     """
     accounts: dict[str, Account] = defaultdict(Account)
     tokens = 0
@@ -91,16 +90,16 @@ def measure_texts(
                 account.add(float(bits.sum()), int(byte_counts(engine, ids[1:]).sum()))
                 tokens += len(bits)
                 progress(len(ids))
-    total = sum(shares[source] for source in accounts)
-    mean = sum(shares[name] * account.rate() for name, account in accounts.items()) / total
+    total = sum(trained[source] for source in accounts)
+    mean = sum(trained[name] * account.rate() for name, account in accounts.items()) / total
     return {
         "tokens": tokens,
         "bits_per_byte": round(mean, 4),
         "by_source": {
             name: {
+                "trained_bytes": trained[name],
                 "bytes": account.num_bytes,
                 "bits_per_byte": account.rate(),
-                "share": round(shares[name], 4),
             }
             for name, account in sorted(accounts.items())
         },

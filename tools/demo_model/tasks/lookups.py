@@ -1,7 +1,9 @@
 """Decisions whose answer stands in the state: they teach how labels bind to options."""
 
+from collections.abc import Sequence
 from random import Random
 
+from tools.demo_model.debian import Package
 from tools.demo_model.tables import Tables
 from tools.demo_model.tasks.drawing import (
     Example,
@@ -98,11 +100,16 @@ def draw_given(tables: Tables, rng: Random) -> Example:
     return Example("given", f"label = {words[0]}", (turn,), certain=True)
 
 
+def catalog_state(packages: Sequence[Package]) -> str:
+    """List packages, a line each."""
+    return "\n".join(f"{package.name}: {package.synopsis}" for package in packages)
+
+
 def draw_catalog(tables: Tables, rng: Random) -> Example:
     """Ask for entries of a catalog of packages; some catalogs fill most of the context."""
     size = rng.randrange(30, 60) if rng.random() < LONG_CATALOG else rng.randrange(3, 12)
     packages = some(tables.packages, size, rng)
-    state = "\n".join(f"{package.name}: {package.synopsis}" for package in packages)
+    state = catalog_state(packages)
     turns = []
     for _ in range(rng.choice((1, 2, 3)) if size < 30 else 5):
         chosen = some(packages, min(len(packages), option_count(rng, 5)), rng)
