@@ -26,9 +26,18 @@ from tools.demo_model.evaluation.sampling import PLANS, Task, sample_tasks
 from tools.demo_model.evaluation.texts import measure_positions, measure_texts, source_sizes
 from tools.demo_model.tables import Tables, load_tables
 
-PARTS = ("texts", "positions", "routing")
 SOURCE_BYTES, LONG_DOCUMENTS = 12_000, 20
 ROUTED_DOCUMENTS, ROUTED_TASKS, ROUTED_PROMPTS = 40, ("section4", "wordnet4", "debtags_yes_no"), 25
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured: a loaded model, on the splits of the prepared data in folder `data`."""
+
+    engine: Engine
+    data: Path
+    test: Tables
+    valid: Tables
 
 
 @dataclass(slots=True)
@@ -74,7 +83,7 @@ def write_answers(path: Path, task: Task, answered: Sequence[Answered]) -> None:
 def measure_tasks(
     engine: Engine, tasks: Sequence[Task], results: Results, answers: Path | None
 ) -> None:
-    """Measure every task that has no results yet."""
+    """Measure tasks, one after the other."""
     for task in tasks:
         begin = time.monotonic()
         with tqdm(total=len(task.valid) + len(task.test), desc=task.name) as bar:
@@ -86,29 +95,38 @@ def measure_tasks(
         results.store(results.values["tasks"], task.name, report)
 
 
-def measure_parts(
-    engine: Engine, data: Path, test: Tables, valid: Tables, results: Results, parts: Sequence[str]
-) -> None:
-    """Measure every part that has no results yet."""
+def held_out_texts(subject: Subject, progress: Progress) -> dict[str, Any]:
+    """Measure running text of every source."""
+    (train,) = load_tables(subject.data, "train")
+    sizes = source_sizes(train)
+    return measure_texts(subject.engine, subject.test, sizes, SOURCE_BYTES, progress)
 
-    def routing(_: Progress) -> dict[str, Any]:
-        tasks = sample_tasks(test, valid, ROUTED_TASKS)
-        prompts = [one for task in tasks for one in task.test[:ROUTED_PROMPTS]]
-        return measure_routing(engine, test, prompts, ROUTED_DOCUMENTS)
 
-    def texts(told: Progress) -> dict[str, Any]:
-        (train,) = load_tables(data, "train")
-        return measure_texts(engine, test, source_sizes(train), SOURCE_BYTES, told)
+def long_texts(subject: Subject, progress: Progress) -> dict[str, Any]:
+    """Measure documents that fill the context."""
+    return measure_positions(subject.engine, subject.test, LONG_DOCUMENTS, progress)
 
-    measures: dict[str, Callable[[Progress], dict[str, Any]]] = {
-        "texts": texts,
-        "positions": lambda told: measure_positions(engine, test, LONG_DOCUMENTS, told),
-        "routing": routing,
-    }
-    for name in parts:
+
+def expert_load(subject: Subject, _: Progress) -> dict[str, Any]:
+    """Measure which experts are chosen."""
+    tasks = sample_tasks(subject.test, subject.valid, ROUTED_TASKS)
+    prompts = [one for task in tasks for one in task.test[:ROUTED_PROMPTS]]
+    return measure_routing(subject.engine, subject.test, prompts, ROUTED_DOCUMENTS)
+
+
+PARTS: dict[str, Callable[[Subject, Progress], dict[str, Any]]] = {
+    "texts": held_out_texts,
+    "positions": long_texts,
+    "routing": expert_load,
+}
+
+
+def measure_parts(subject: Subject, results: Results, names: Sequence[str]) -> None:
+    """Measure the named parts."""
+    for name in names:
         begin = time.monotonic()
         with tqdm(desc=name, unit=" tokens") as bar:
-            found = measures[name](bar.update)
+            found = PARTS[name](subject, bar.update)
         seconds = round(time.monotonic() - begin, 1)
         results.store(results.values, name, found | {"seconds": seconds})
 
@@ -125,7 +143,7 @@ def measure_parts(
 @click.option(
     "--task", "tasks", multiple=True, type=click.Choice(sorted(PLANS)), help="Repeatable."
 )
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Repeatable.")
+@click.option("--part", "parts", multiple=True, type=click.Choice(list(PARTS)), help="Repeatable.")
 @click.option("--threads", default=0, help="Host threads that compute (0: all cores).")
 @click.option(
     "--answers",
@@ -147,7 +165,7 @@ def main(
     wanted = [name for name in (PLANS if everything else tasks) if name not in known]
     missing = [name for name in (PARTS if everything else parts) if name not in results.values]
     with Engine.open(EngineOptions(model=model, device="host", threads=threads)) as engine:
-        measure_parts(engine, data, test, valid, results, missing)
+        measure_parts(Subject(engine, data, test, valid), results, missing)
         measure_tasks(engine, sample_tasks(test, valid, wanted), results, answers)
 
 

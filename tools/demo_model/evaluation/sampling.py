@@ -26,17 +26,17 @@ class Plan:
     reshuffled: int = 0
 
 
-FOUR, TEN, CLAIM, RAW = Plan(400, 250, 60), Plan(250, 200, 40), Plan(400, 200), Plan(250)
+FOUR, CLAIM, RAW = Plan(200, 150, 40), Plan(240, 120), Plan(120)
 PLANS = {
-    "section4": FOUR,
-    "section10": TEN,
+    "section4": Plan(400, 250, 60),
+    "section10": Plan(120, 100, 30),
     "section_yes_no": CLAIM,
-    "wordnet4": FOUR,
-    "wordnet10": TEN,
+    "wordnet4": Plan(400, 250, 60),
+    "wordnet10": Plan(250, 200, 40),
     "hypernym4": FOUR,
     "kind_yes_no": CLAIM,
     "debtags4": FOUR,
-    "debtags_yes_no": Plan(500, 200),
+    "debtags_yes_no": Plan(300, 120),
     "unseen_use4": FOUR,
     "definition4": RAW,
     "relation4": RAW,
@@ -45,12 +45,12 @@ PLANS = {
     "next4": RAW,
     "topic4": RAW,
     "invented4": RAW,
-    "valence": Plan(388),
+    "valence": Plan(200),
     "lookup4": RAW,
     "lookup10": RAW,
     "lookup26": RAW,
-    "catalog10": Plan(100),
-    "catalog80": Plan(100),
+    "catalog10": Plan(80),
+    "catalog80": Plan(80),
 }
 
 
