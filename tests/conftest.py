@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+# A job started in the background ignores Ctrl-C, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the first call of a numba function compiles it. Derandomised: a red run is red again.
 settings.register_profile("strata", deadline=None, derandomize=True)
