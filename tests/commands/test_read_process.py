@@ -61,7 +61,7 @@ def test_a_reader_that_has_enough_ends_generation_quietly() -> None:
 def test_a_terminal_sees_a_bar_while_a_prompt_is_read_and_no_trace_of_it_later() -> None:
     terminal, stderr = pty.openpty()
     fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    with start("word " * 200, *ONE_BY_ONE, stderr=stderr) as process:
+    with start("word " * 120, *ONE_BY_ONE, stderr=stderr) as process:
         os.close(stderr)
         seen = b""
         with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
