@@ -8,16 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.kernels.hyper import (
     LOWRANK_SILU,
     STREAM_MIX,
     STREAM_NORM,
     STREAM_WRITE,
+    STREAM_WRITE_NORM,
     lowrank_silu,
     stream_mix,
     stream_norm,
     stream_write,
+    stream_write_norm,
 )
+from strata_cli.engine.kernels.matmul import round_rows
 from strata_cli.errors import ShapeError
 from tests.kernels.lab import Lab, assert_close, normal
 
@@ -49,6 +53,15 @@ def run_write(lab: Lab, x: Floats, out: Floats, inject: Floats) -> Floats:
     return lab.get(tensor)
 
 
+def run_write_norm(
+    lab: Lab, x: Floats, out: Floats, inject: Floats, weight: Floats
+) -> tuple[Floats, Floats]:
+    tensor, normed = lab.put(x), lab.empty((len(x), weight.size))
+    output, shares, norm = map(lab.put, (out, inject, weight))
+    stream_write_norm(lab.stream, tensor, output, shares, norm, EPS, normed)
+    return lab.get(tensor), lab.get(normed)
+
+
 SHAPES = {
     "num_tokens": st.integers(1, 7),
     "num_streams": st.integers(2, 5),
@@ -72,7 +85,14 @@ def test_every_kernel_agrees_with_numpy_at_odd_sizes(
     assert_close(
         run_mix(lab, gate, normed, num_streams), STREAM_MIX.reference(gate, normed, num_streams)
     )
-    assert_close(run_write(lab, x, out, inject), STREAM_WRITE.reference(x, out, inject))
+    written = run_write(lab, x, out, inject)
+    assert_close(written, STREAM_WRITE.reference(x, out, inject))
+    both = run_write_norm(lab, x, out, inject, weight)
+    reference = STREAM_WRITE_NORM.reference(x, out, inject, weight, EPS)
+    for actual, expected in zip(both, reference, strict=True):
+        assert_close(actual, expected)
+    np.testing.assert_array_equal(both[0], written)
+    np.testing.assert_array_equal(both[1], run_norm(lab, written, weight))
 
 
 @given(**SHAPES, points=st.lists(st.floats(0, 1), max_size=4))
@@ -91,6 +111,7 @@ def test_bits_do_not_depend_on_cuts_neighbours_or_alignment(
             run_silu(lab, gate[rows], num_streams),
             run_mix(lab, gate[rows], normed[rows], num_streams),
             run_write(lab, x[rows], out[rows], inject[rows]),
+            run_write_norm(lab, x[rows], out[rows], inject[rows], weight)[1],
         ]
 
     whole = everything(host_lab, slice(None))
@@ -119,11 +140,35 @@ def test_a_gpu_gives_the_hosts_bits(
             run_silu(lab, gate, num_streams),
             run_mix(lab, gate, normed, num_streams),
             run_write(lab, x, out, inject),
+            *run_write_norm(lab, x, out, inject, weight),
         ]
         for lab in (host_lab, gpu_lab)
     )
     for actual, expected in zip(gpu, host, strict=True):
         np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2560, 37])
+def test_a_gpu_also_writes_what_products_read(gpu_lab: Lab, size: int) -> None:
+    lab, x, weight = gpu_lab, normal(1, 9, 4, size), normal(2, 4 * size, scale=1e5)
+    gate, out, inject = normal(3, 9, 4 * size), normal(4, 9, size), normal(5, 9, 4)
+
+    def rounded(values: Tensor) -> NDArray[np.float16]:
+        halves = lab.empty(values.shape, np.float16)
+        round_rows(lab.stream, values, halves)
+        return lab.get(halves)
+
+    normed, mixed = lab.empty((9, 4 * size)), lab.empty((9, size))
+    wide, narrow = lab.empty(normed.shape, np.float16), lab.empty(mixed.shape, np.float16)
+    streams, norm = lab.put(x), lab.put(weight)
+    stream_norm(lab.stream, streams, norm, EPS, normed, wide)
+    np.testing.assert_array_equal(lab.get(wide), rounded(normed))
+    stream_mix(lab.stream, lab.put(gate), normed, mixed, narrow)
+    np.testing.assert_array_equal(lab.get(narrow), rounded(mixed))
+    output, shares = lab.put(out), lab.put(inject)
+    stream_write_norm(lab.stream, streams, output, shares, norm, EPS, normed, wide)
+    np.testing.assert_array_equal(lab.get(wide), rounded(normed))
 
 
 def test_a_stream_of_zeros_stays_zero(lab: Lab) -> None:

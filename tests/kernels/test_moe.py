@@ -19,6 +19,7 @@ from strata_cli.engine.kernels.moe import (
     combine,
     order_by_expert,
     route,
+    route_in_order,
     swiglu,
 )
 from strata_cli.errors import ShapeError
@@ -40,6 +41,15 @@ def run_order(lab: Lab, ids: Ints, num_experts: int) -> ExpertOrder:
     row_of, pair_of = lab.empty((ids.size,), I32), lab.empty(ids.shape, I32)
     order_by_expert(lab.stream, lab.put(ids), expert_start, row_of, pair_of)
     return ExpertOrder(lab.get(expert_start), lab.get(row_of), lab.get(pair_of))
+
+
+def run_both(lab: Lab, logits: Floats, top_k: int) -> tuple[Routing, ExpertOrder]:
+    ids, weights = lab.empty((len(logits), top_k), I32), lab.empty((len(logits), top_k))
+    expert_start = lab.empty((logits.shape[1] + 1,), I32)
+    row_of, pair_of = lab.empty((ids.size,), I32), lab.empty(ids.shape, I32)
+    route_in_order(lab.stream, lab.put(logits), ids, weights, expert_start, row_of, pair_of)
+    routing = Routing(lab.get(ids), lab.get(weights))
+    return routing, ExpertOrder(lab.get(expert_start), lab.get(row_of), lab.get(pair_of))
 
 
 def run_swiglu(lab: Lab, gate: Floats, up: Floats) -> Floats:
@@ -118,6 +128,20 @@ def test_broken_logits_give_valid_ids_and_weights_that_are_not_numbers(
     assert routing.ids[0, -1 if np.isnan(bad) else 0] == 2  # not a number ranks last
     assert np.isnan(routing.weights[:2]).all()
     assert np.isfinite(routing.weights[2]).all()
+
+
+@given(**ROUTINGS, many=st.booleans())
+@settings(max_examples=30)
+def test_routing_in_order_is_routing_and_then_ordering(
+    lab: Lab, num_tokens: int, num_experts: int, top_k: int, seed: int, many: bool
+) -> None:
+    top_k = min(top_k, num_experts)
+    logits = np.round(normal(seed, num_tokens + 20 * many, num_experts) * 2)
+    routing, order = run_both(lab, logits, top_k)
+    for actual, expected in zip(routing, run_route(lab, logits, top_k), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    for actual, expected in zip(order, run_order(lab, routing.ids, num_experts), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @given(**ROUTINGS)

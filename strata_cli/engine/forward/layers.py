@@ -8,6 +8,7 @@ delta net, indexed sparse attention, hashed n-gram embedding, mixture of experts
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.experts.resident import ExpertMatrices
@@ -53,6 +54,14 @@ class Batch:
     segments: tuple[Segment, ...]
 
 
+class LayerInput(NamedTuple):
+    """What a mixer or the experts read, float32 [T, D] and perhaps as f16; inject [T, S]."""
+
+    values: Tensor
+    rounded: Tensor | None
+    inject: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Forward:
     """One model on one stream. The workspace is shared by all passes: one pass at a time."""
@@ -71,18 +80,21 @@ class Forward:
             self.layer(index, layer, batch, x)
 
     def layer(self, index: int, layer: LayerWeights, batch: Batch, x: Tensor) -> None:
-        """Enqueue one layer, updating the residual streams x [T, S, D] in place."""
+        """Enqueue one layer, updating the residual streams x [T, S, D] in place.
+
+        Layers follow each other: each leaves x normed for the next in the workspace.
+        """
         if layer.ngram is not None:
             self._ngram(layer.ngram, batch, x)
-        y, inject = self._read(layer.mixer_read, x)
+        y = self._read(layer.mixer_read, x, is_normed=self._norm_ahead(index) is not None)
         if layer.gdn is not None:
             out = self._gdn(index, layer.gdn, batch, y)
         else:
             assert layer.attention is not None
             out = self._attention(index, layer.attention, batch, y)
-        hyper.stream_write(self.stream, x, out, inject)
-        y, inject = self._read(layer.ffn_read, x)
-        hyper.stream_write(self.stream, x, self._moe(layer.moe, y), inject)
+        self._write(x, out, y.inject, layer.ffn_read.norm)
+        y = self._read(layer.ffn_read, x, is_normed=True)
+        self._write(x, self._moe(layer.moe, y), y.inject, self._norm_ahead(index + 1))
 
     def head(self, start: int, stop: int) -> Tensor:
         """Enqueue the final read and the head for rows start..stop of the last pass.
@@ -91,41 +103,67 @@ class Forward:
             logits [stop - start, V] in the workspace; at most workspace.logit_rows rows.
         """
         x = self.workspace.take("x", stop).rows(start, stop)
-        y, _ = self._read(self.weights.final_read, x)
+        y = self._read(self.weights.final_read, x, is_normed=False)
         logits = self.workspace.take("logits", stop - start)
-        matmul(self.stream, y, self.weights.head, logits, self._rounded(y))
+        matmul(self.stream, y.values, self.weights.head, logits, y.rounded)
         return logits
 
-    def _read(self, weights: ReadWeights, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, weights: ReadWeights, x: Tensor, *, is_normed: bool) -> LayerInput:
         take, num, stream = self.workspace.take, x.shape[0], self.stream
         normed, low, gate = take("normed", num), take("low", num), take("stream_gate", num)
         y, inject = take("y", num), take("inject", num)
-        hyper.stream_norm(stream, x, weights.norm, self.spec.rms_eps, normed)
-        rounded = self._rounded(normed)
+        rounded = self._room_for_rounded(normed)
+        if not is_normed:
+            hyper.stream_norm(stream, x, weights.norm, self.spec.rms_eps, normed, rounded)
         matmul(stream, normed, weights.down, low, rounded)
         if weights.inject is not None:
             matmul(stream, normed, weights.inject, inject, rounded)
         hyper.lowrank_silu(stream, low, self.spec.num_streams)
         matmul(stream, low, weights.up, gate, self._rounded(low))
-        hyper.stream_mix(stream, gate, normed, y)
-        return y, inject
+        rounded = self._room_for_rounded(y)
+        hyper.stream_mix(stream, gate, normed, y, rounded)
+        return LayerInput(y, rounded, inject)
 
-    def _rounded(self, x: Tensor) -> Tensor | None:
-        """Enqueue x [T, K] as f16 for the products of many rows; None where there are only few.
+    def _norm_ahead(self, index: int) -> Tensor | None:
+        """The norm of a layer's first read if the layer before already does it.
 
-        Every call overwrites the one before: use it up first.
+        Not of the first layer, nor where a layer changes the streams before it reads them.
+        """
+        if not 0 < index < len(self.weights.layers):
+            return None
+        layer = self.weights.layers[index]
+        return layer.mixer_read.norm if layer.ngram is None else None
+
+    def _write(self, x: Tensor, out: Tensor, inject: Tensor, norm: Tensor | None) -> None:
+        """Enqueue a layer's write to the streams, and the norm of the read that follows at once."""
+        if norm is None:
+            hyper.stream_write(self.stream, x, out, inject)
+            return
+        normed = self.workspace.take("normed", x.shape[0])
+        rounded, eps = self._room_for_rounded(normed), self.spec.rms_eps
+        hyper.stream_write_norm(self.stream, x, out, inject, norm, eps, normed, rounded)
+
+    def _room_for_rounded(self, x: Tensor) -> Tensor | None:
+        """Where x [T, K] goes as f16 for the products of many rows; None where rows are few.
+
+        There is room for one: whatever is written there must be used up first.
         """
         if x.shape[0] <= FEW_TOKENS:
             return None
-        rounded = self.workspace.take_shaped("rounded", *x.shape)
-        round_rows(self.stream, x, rounded)
+        return self.workspace.take_shaped("rounded", *x.shape)
+
+    def _rounded(self, x: Tensor) -> Tensor | None:
+        """Enqueue x [T, K] as f16, into the room for it, where there is any."""
+        rounded = self._room_for_rounded(x)
+        if rounded is not None:
+            round_rows(self.stream, x, rounded)
         return rounded
 
-    def _gdn(self, index: int, weights: GdnWeights, batch: Batch, y: Tensor) -> Tensor:
+    def _gdn(self, index: int, weights: GdnWeights, batch: Batch, read: LayerInput) -> Tensor:
         take, num, stream = self.workspace.take, batch.num_tokens, self.stream
         qkv, conv, z = take("qkv", num), take("conv", num), take("z", num)
         alpha, beta, delta = take("alpha", num), take("beta", num), take("delta", num)
-        rounded = self._rounded(y)
+        y, rounded = read.values, read.rounded
         matmul(stream, y, weights.qkv, qkv, rounded)
         matmul(stream, y, weights.gate, z, rounded)
         matmul(stream, y, weights.alpha, alpha, rounded)
@@ -154,7 +192,9 @@ class Forward:
         matmul(stream, gated, weights.out, out, self._rounded(gated))
         return out
 
-    def _attention(self, index: int, weights: AttentionWeights, batch: Batch, y: Tensor) -> Tensor:
+    def _attention(
+        self, index: int, weights: AttentionWeights, batch: Batch, read: LayerInput
+    ) -> Tensor:
         take, num, stream, eps = (
             self.workspace.take,
             batch.num_tokens,
@@ -164,7 +204,7 @@ class Forward:
         positions, table = take("positions", num), self.weights.rope
         q_gate, q = take("q_gate", num), take("q", num)
         k_raw, k, v = take("k_raw", num), take("k", num), take("v", num)
-        rounded = self._rounded(y)
+        y, rounded = read.values, read.rounded
         matmul(stream, y, weights.q, _flat(q_gate), rounded)
         matmul(stream, y, weights.k, _flat(k_raw), rounded)
         matmul(stream, y, weights.v, v, rounded)
@@ -244,18 +284,17 @@ class Forward:
             )
         return selected, num_selected
 
-    def _moe(self, weights: MoeWeights, y: Tensor) -> Tensor:
+    def _moe(self, weights: MoeWeights, read: LayerInput) -> Tensor:
+        y, rounded = read.values, read.rounded
         take, num, stream = self.workspace.take, y.shape[0], self.stream
         router, ids = take("router", num), take("expert_ids", num)
         ranks, start = take("expert_weights", num), take("expert_start", self.spec.num_experts + 1)
         pairs = num * self.spec.num_experts_per_tok
         row_of, pair_of = take("row_of", pairs), take("pair_of", num)
         matmul(stream, y, weights.router, router)
-        moe.route(stream, router, ids, ranks)
-        moe.order_by_expert(stream, ids, start, row_of, pair_of)
+        moe.route_in_order(stream, router, ids, ranks, start, row_of, pair_of)
         shared_out, shared_logit = take("shared_out", num), take("shared_logit", num)
         gate, up = take("shared_gate", num), take("shared_up", num)
-        rounded = self._rounded(y)
         matmul(stream, y, weights.shared_logit, shared_logit, rounded)
         matmul(stream, y, weights.shared_gate, gate, rounded)
         matmul(stream, y, weights.shared_up, up, rounded)

@@ -11,6 +11,7 @@
 #include "lanes.cuh"
 #include "math32.cuh"
 #include "mma.cuh"
+#include "overlap.cuh"
 #include "pairs.cuh"
 
 constexpr int PART = 64;  // positions
@@ -21,6 +22,7 @@ constexpr int THREADS = 32 * WARPS;
 //   src [T,W] f32, positions [T] i32, cache [context,W] f32; grid (T, W / (4 * block))
 extern "C" __global__ void store_rows(const float *src, const int *positions, float *cache,
                                       long long width) {
+    start_early();
     const long long first = 4 * (blockIdx.y * static_cast<long long>(blockDim.x) + threadIdx.x);
     if (first >= width) return;
     src += blockIdx.x * width;
@@ -397,6 +399,7 @@ __global__ void __launch_bounds__(THREADS, 2)
            const int *positions, const int *selected, const int *num_selected, long long ratio,
            float *, float *out, long long num_tokens, long long num_heads, long long num_kv_heads,
            long long dim, long long budget, long long heads) {
+    start_early();
     extern __shared__ __align__(16) unsigned char memory[];
     auto &shared = *reinterpret_cast<Shared<DIM, TILES> *>(memory);
     const Attention all = {
@@ -453,6 +456,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                  const int *positions, const int *selected, const int *num_selected,
                  long long ratio, float *sums, float *, long long num_tokens, long long num_heads,
                  long long num_kv_heads, long long dim, long long budget, long long heads) {
+    start_early();
     extern __shared__ __align__(16) unsigned char memory[];
     auto &shared = *reinterpret_cast<Shared<DIM, TILES> *>(memory);
     const Attention all = {
@@ -496,6 +500,7 @@ __global__ void join_units(const float *, const float *gate, const float *, cons
                            long long ratio, const float *sums, float *out, long long num_tokens,
                            long long num_heads, long long dim, long long budget,
                            long long num_units) {
+    start_early();
     Attention all = {};
     all.positions = positions;
     all.selected = selected;

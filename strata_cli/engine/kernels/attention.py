@@ -66,6 +66,7 @@ def store_rows(stream: Stream, src: Tensor, positions: Tensor, cache: Tensor) ->
         grid=(num_tokens, blocks(width, 4 * THREADS), 1),
         block=(THREADS, 1, 1),
         extents=(width,),
+        early=True,
     )
     stream.launch(STORE_ROWS, launch, src, positions, cache)
 

@@ -133,6 +133,7 @@ class AttendPlan:
             grid=(self.num_heads, self.num_tokens, 1),
             block=(self.padded_dim, 1, 1),
             extents=(self.num_tokens, self.num_heads, self.dim, self.budget, self.num_units),
+            early=True,
         )
 
     def _launch(self, grid: tuple[int, int, int], tiles: int) -> Launch:
@@ -150,4 +151,5 @@ class AttendPlan:
             block=(THREADS, 1, 1),
             shared_bytes=shared_bytes,
             extents=(self.num_tokens, self.num_heads, kv, self.dim, self.budget, self._heads),
+            early=True,
         )

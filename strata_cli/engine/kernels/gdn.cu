@@ -4,6 +4,7 @@
 #include "lanes.cuh"
 #include "math32.cuh"
 #include "mma.cuh"
+#include "overlap.cuh"
 
 // causal_conv_silu: out[t] = silu(sum over taps j, in order, of weight[j] * row t - (TAPS-1) + j)
 //   u, out [T,C] f32, history [TAPS-1,C] f32 (the rows before u; moves along), weight [C,TAPS] f32
@@ -12,6 +13,7 @@
 template <int TAPS>
 __global__ void causal_conv_silu(const float *u, float *history, const float *weight, float *out,
                                  long long num_tokens, long long channels, long long rows) {
+    start_early();
     constexpr int PAST = TAPS - 1;
     const long long channel = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
     if (channel >= channels) return;
@@ -127,6 +129,7 @@ __global__ void delta_rule(const float *c, const float *alpha, const float *beta
                            const float *dt, float *state, float *out, float eps,
                            long long num_tokens, long long num_keys, long long num_values,
                            long long dim) {
+    start_early();
     constexpr int WIDTH = WARPS * GROUPS * COLUMNS, DIM = ROWS * SLICES;
     extern __shared__ __align__(16) unsigned char shared[];
     Batch<ROWS, WIDTH> *batches = reinterpret_cast<Batch<ROWS, WIDTH> *>(shared);
@@ -237,6 +240,7 @@ __global__ void delta_rule(const float *c, const float *alpha, const float *beta
 //   grid (R / 8), 16 lanes per row; moves 12 * R*N bytes
 extern "C" __global__ void gated_norm(const float *o, const float *z, const float *weight,
                                       float eps, float *out, long long num_rows, long long dim) {
+    start_early();
     const long long own = blockIdx.x * (blockDim.x / 16) + threadIdx.x / 16;
     const long long row = min(own, num_rows - 1);  // a spare half warp takes part in the sums
     const float scale = rms_scale(o + row * dim, dim, eps);

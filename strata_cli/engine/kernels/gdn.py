@@ -73,6 +73,7 @@ def causal_conv_silu(
         grid=(blocks(channels, THREADS), blocks(num_tokens, run), 1),
         block=(THREADS, 1, 1),
         extents=(num_tokens, channels, run),
+        early=True,
     )
     stream.launch(_causal_conv_silu_kernel(num_taps), launch, u, history, weight, out)
 
@@ -127,6 +128,7 @@ def delta_rule(
         block=(32 * shape.warps, 1, 1),
         shared_bytes=shape.shared_bytes,
         extents=(num_tokens, num_key_heads, num_values, dim),
+        early=True,
     )
     stream.launch(_delta_rule_kernel(shape), launch, c, alpha, beta, a, dt, state, out, eps)
 
@@ -161,6 +163,7 @@ def gated_norm(
         grid=(blocks(num_tokens * num_heads, THREADS // 16), 1, 1),
         block=(THREADS, 1, 1),
         extents=(num_tokens * num_heads, dim),
+        early=True,
     )
     stream.launch(GATED_NORM, launch, o, z, weight, eps, out)
 

@@ -2,6 +2,7 @@
 //   T rows, V vocabulary size; the vocabulary is summed in parts of 4096 tokens, then part by part
 #include "lanes.cuh"
 #include "math32.cuh"
+#include "overlap.cuh"
 
 constexpr int PART_TOKENS = 4096;
 
@@ -19,6 +20,7 @@ __device__ inline float largest_of_block(float v) {
 //   logits, out [T,V] f32; grid (T), block a multiple of 32, shared 4 * (V / 4096 + 1) bytes;
 //   reads 12 * T*V bytes, two thirds from the caches, and writes 4 * T*V
 extern "C" __global__ void log_softmax(const float *logits, float *out, long long vocab_size) {
+    start_early();
     extern __shared__ float sums[];
     logits += blockIdx.x * vocab_size;
     out += blockIdx.x * vocab_size;

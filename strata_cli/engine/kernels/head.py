@@ -47,6 +47,7 @@ def log_softmax(stream: Stream, logits: Tensor, out: Tensor) -> None:
         block=(THREADS, 1, 1),
         shared_bytes=4 * blocks(logits.shape[1], PART_TOKENS),
         extents=(logits.shape[1],),
+        early=True,
     )
     stream.launch(LOG_SOFTMAX, launch, logits, out)
 

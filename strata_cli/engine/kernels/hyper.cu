@@ -3,20 +3,34 @@
 //   Every element is read and written about once: device memory bandwidth is the limit of all.
 #include "lanes.cuh"
 #include "math32.cuh"
+#include "overlap.cuh"
+#include "pairs.cuh"
 
-// stream_norm: out = x / rms(x) * weight, each stream of a token on its own
-//   x [T,S,D] f32, weight [S,D] f32 -> out [T,S,D] f32
-//   grid (T*S), block any multiple of 32, shared D floats; moves 8 * T*S*D bytes
-extern "C" __global__ void stream_norm(const float *x, const float *weight, float eps, float *out,
-                                       long long num_streams, long long size) {
-    extern __shared__ __align__(16) float row[];
+// Four values, or one, to a row and, where there is one, to its copy as f16 for the products.
+__device__ inline void put4(float *out, unsigned *rounded, long long d, float4 v) {
+    store4(out + d, v);
+    if (rounded != nullptr)
+        *reinterpret_cast<uint2 *>(rounded + d / 2) =
+            make_uint2(pair_of(v.x, v.y), pair_of(v.z, v.w));
+}
+
+__device__ inline void put1(float *out, unsigned *rounded, long long d, float v) {
+    out[d] = v;
+    if (rounded != nullptr)
+        reinterpret_cast<unsigned short *>(rounded)[d] =
+            static_cast<unsigned short>(pair_of(v, 0.0f));
+}
+
+// The row of f16 that starts at element first, if any is wanted. An odd start: rounded is no
+// multiple of a word, so that only put1 may write there.
+__device__ inline unsigned *rounded_row(unsigned short *rounded, bool wanted, long long first) {
+    return wanted ? reinterpret_cast<unsigned *>(rounded + first) : nullptr;
+}
+
+// The norm of a row that lies in shared memory, complete, by all threads of the block.
+__device__ inline void norm_row(const float *row, const float *weight, float eps, float *out,
+                                unsigned *rounded, long long size, bool wide) {
     __shared__ float scale;
-    x += blockIdx.x * size;
-    out += blockIdx.x * size;
-    weight += blockIdx.x % num_streams * size;
-    const bool wide = is_wide(size, x, out, weight);
-    load_row(row, x, size, wide);
-    __syncthreads();
     if (threadIdx.x < 32) {
         const float factor = rms_scale(row, size, eps);
         if (threadIdx.x == 0) scale = factor;
@@ -26,34 +40,56 @@ extern "C" __global__ void stream_norm(const float *x, const float *weight, floa
     if (wide) {
         for (long long d = 4 * threadIdx.x; d < size; d += 4 * blockDim.x) {
             const float4 v = load4(row + d), w = load4(weight + d);
-            store4(out + d, make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z,
-                                        v.w * factor * w.w));
+            put4(out, rounded, d,
+                 make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z,
+                             v.w * factor * w.w));
         }
     } else {
         for (long long d = threadIdx.x; d < size; d += blockDim.x)
-            out[d] = row[d] * factor * weight[d];
+            put1(out, rounded, d, row[d] * factor * weight[d]);
     }
+}
+
+// stream_norm: out = x / rms(x) * weight, each stream of a token on its own
+//   x [T,S,D] f32, weight [S,D] f32 -> out [T,S,D] f32 and, if wanted, rounded [T,S,D] f16
+//   grid (T*S), block any multiple of 32, shared D floats; moves 8 (10) * T*S*D bytes
+extern "C" __global__ void stream_norm(const float *x, const float *weight, float eps, float *out,
+                                       unsigned short *rounded, long long num_streams,
+                                       long long size, long long rounds) {
+    start_early();
+    extern __shared__ __align__(16) float row[];
+    x += blockIdx.x * size;
+    out += blockIdx.x * size;
+    weight += blockIdx.x % num_streams * size;
+    const bool wide = is_wide(size, x, out, weight) && is_wide(size, rounded);
+    load_row(row, x, size, wide);
+    __syncthreads();
+    norm_row(row, weight, eps, out, rounded_row(rounded, rounds, blockIdx.x * size), size, wide);
 }
 
 // lowrank_silu: low = silu(low / S) in place
 //   low [n] f32; grid (n / block), moves 8 * n bytes
 extern "C" __global__ void lowrank_silu(float *low, long long num_streams, long long n) {
+    start_early();
     const long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
     if (i < n) low[i] = silu32(low[i] / static_cast<float>(num_streams));
 }
 
 // stream_mix: out[d] = (1 / S) * sum over s, in order, of sigmoid(gate[s,d]) * normed[s,d]
-//   gate, normed [T,S,D] f32 -> out [T,D] f32
+//   gate, normed [T,S,D] f32 -> out [T,D] f32 and, if wanted, rounded [T,D] f16
 //   grid (T, D / (4 * block)), each thread 4 columns; moves (8 * S + 4) * T*D bytes
 extern "C" __global__ void stream_mix(const float *gate, const float *normed, float *out,
-                                      long long num_streams, long long size) {
+                                      unsigned short *rounded, long long num_streams,
+                                      long long size, long long rounds) {
+    start_early();
     gate += blockIdx.x * num_streams * size;
     normed += blockIdx.x * num_streams * size;
     out += blockIdx.x * size;
+    unsigned *half = rounded_row(rounded, rounds, blockIdx.x * size);
     const long long first = 4 * (blockIdx.y * static_cast<long long>(blockDim.x) + threadIdx.x);
     if (first >= size) return;
     const float count = static_cast<float>(num_streams);
-    if (is_wide(size, gate, normed, out)) {
+    if (is_wide(size, gate, normed, out) && is_wide(size, rounded)) {
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
         for (long long s = 0; s < num_streams; s++) {
@@ -63,14 +99,14 @@ extern "C" __global__ void stream_mix(const float *gate, const float *normed, fl
             total.z = fmaf(sigmoid32(g.z), n.z, total.z);
             total.w = fmaf(sigmoid32(g.w), n.w, total.w);
         }
-        store4(out + first,
-               make_float4(total.x / count, total.y / count, total.z / count, total.w / count));
+        put4(out, half, first,
+             make_float4(total.x / count, total.y / count, total.z / count, total.w / count));
     } else {
         for (long long d = first; d < min(first + 4, size); d++) {
             float total = 0.0f;
             for (long long s = 0; s < num_streams; s++)
                 total = fmaf(sigmoid32(gate[s * size + d]), normed[s * size + d], total);
-            out[d] = total / count;
+            put1(out, half, d, total / count);
         }
     }
 }
@@ -84,6 +120,7 @@ __device__ inline float write_weight(float inject, long long num_streams) {
 //   grid (T, D / (4 * block)), each thread 4 columns; moves (8 * S + 4) * T*D bytes
 extern "C" __global__ void stream_write(float *x, const float *out, const float *inject,
                                         long long num_streams, long long size) {
+    start_early();
     x += blockIdx.x * num_streams * size;
     out += blockIdx.x * size;
     inject += blockIdx.x * num_streams;
@@ -108,4 +145,39 @@ extern "C" __global__ void stream_write(float *x, const float *out, const float 
                 x[s * size + d] = fmaf(weight, out[d], x[s * size + d]);
         }
     }
+}
+
+// stream_write_norm: stream_write, then stream_norm of what was written, in one pass over x
+//   x [T,S,D] f32 in place, out [T,D], inject [T,S], weight [S,D] f32 -> normed [T,S,D] f32 and,
+//   if wanted, rounded [T,S,D] f16
+//   grid (T*S), shared D floats; moves (12 * S (14 * S) + 4) * T*D bytes
+extern "C" __global__ void stream_write_norm(float *x, const float *out, const float *inject,
+                                             const float *weight, float eps, float *normed,
+                                             unsigned short *rounded, long long num_streams,
+                                             long long size, long long rounds) {
+    start_early();
+    extern __shared__ __align__(16) float row[];
+    x += blockIdx.x * size;
+    normed += blockIdx.x * size;
+    out += blockIdx.x / num_streams * size;
+    weight += blockIdx.x % num_streams * size;
+    const float factor = write_weight(inject[blockIdx.x], num_streams);
+    const bool wide = is_wide(size, x, out, weight, normed) && is_wide(size, rounded);
+    if (wide) {
+        for (long long d = 4 * threadIdx.x; d < size; d += 4 * blockDim.x) {
+            const float4 o = load4(out + d);
+            float4 v = load4(x + d);
+            v.x = fmaf(factor, o.x, v.x);
+            v.y = fmaf(factor, o.y, v.y);
+            v.z = fmaf(factor, o.z, v.z);
+            v.w = fmaf(factor, o.w, v.w);
+            store4(x + d, v);
+            store4(row + d, v);
+        }
+    } else {
+        for (long long d = threadIdx.x; d < size; d += blockDim.x)
+            x[d] = row[d] = fmaf(factor, out[d], x[d]);
+    }
+    __syncthreads();
+    norm_row(row, weight, eps, normed, rounded_row(rounded, rounds, blockIdx.x * size), size, wide);
 }

@@ -2,7 +2,8 @@
 
 Source: qwen4exp stream read and write. T tokens, S streams, D hidden size, R stream rank; a vector
 over all streams is stream-major, element s * D + d. Every kernel here reads and writes each element
-about once, so memory bandwidth is its limit.
+about once, so memory bandwidth is its limit. Where a result goes on to products of many rows, a
+GPU also writes it as round_rows would; the host, whose products need no such copy, does not.
 """
 
 from __future__ import annotations
@@ -28,12 +29,20 @@ from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.errors import ShapeError
 
 Floats = NDArray[np.float32]
+Halves = NDArray[np.uint16]
 F32 = np.float32
 THREADS = 128  # per block on a GPU
 COLUMNS = 4 * THREADS  # of a row, that such a block treats
 
 
-def stream_norm(stream: Stream, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def stream_norm(
+    stream: Stream,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    rounded: Tensor | None = None,
+) -> None:
     """RMS-normalise each residual stream on its own.
 
     Args:
@@ -42,6 +51,7 @@ def stream_norm(stream: Stream, x: Tensor, weight: Tensor, eps: float, out: Tens
         weight: float32 [S * D].
         eps: added to the mean square.
         out: float32 [T, S * D], overwritten.
+        rounded: float16 [T, S * D], overwritten on a GPU, or None.
 
     Raises:
         ShapeError: an argument has another shape or type.
@@ -51,17 +61,46 @@ def stream_norm(stream: Stream, x: Tensor, weight: Tensor, eps: float, out: Tens
     expect("stream_norm x", x, x.shape)
     expect("stream_norm weight", weight, (num_streams * size,))
     expect("stream_norm out", out, (num_tokens, num_streams * size))
-    rows = num_tokens * num_streams
-    launch = Launch(
-        items=rows,
-        grain=grain(size),
-        grid=(rows, 1, 1),
-        block=(2 * THREADS, 1, 1),
-        shared_bytes=4 * size,
-        extents=(num_streams, size),
-    )
-    weight, out = weight.reshape(num_streams, size), out.reshape(rows, size)
-    stream.launch(STREAM_NORM, launch, x.reshape(rows, size), weight, eps, out)
+    halves = _halves("stream_norm", rounded, out)
+    launch = _by_rows(x.shape, rounded)
+    stream.launch(STREAM_NORM, launch, x, weight, eps, out, halves)
+
+
+def stream_write_norm(
+    stream: Stream,
+    x: Tensor,
+    out: Tensor,
+    inject: Tensor,
+    weight: Tensor,
+    eps: float,
+    normed: Tensor,
+    rounded: Tensor | None = None,
+) -> None:
+    """stream_write, then stream_norm of the streams it wrote: the same bits, in one pass.
+
+    Args:
+        stream: enqueues here.
+        x: residual streams, float32 [T, S, D], in place.
+        out: the layer's output, float32 [T, D].
+        inject: float32 [T, S], before the sigmoid.
+        weight: norm weight, float32 [S * D].
+        eps: added to the mean square.
+        normed: float32 [T, S * D], overwritten.
+        rounded: float16 [T, S * D], overwritten on a GPU, or None.
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    expect_rank("stream_write_norm x", x, 3)
+    num_tokens, num_streams, size = x.shape
+    expect("stream_write_norm x", x, x.shape)
+    expect("stream_write_norm out", out, (num_tokens, size))
+    expect("stream_write_norm inject", inject, (num_tokens, num_streams))
+    expect("stream_write_norm weight", weight, (num_streams * size,))
+    expect("stream_write_norm normed", normed, (num_tokens, num_streams * size))
+    halves = _halves("stream_write_norm", rounded, normed)
+    launch = _by_rows(x.shape, rounded)
+    stream.launch(STREAM_WRITE_NORM, launch, x, out, inject, weight, eps, normed, halves)
 
 
 def lowrank_silu(stream: Stream, low: Tensor, num_streams: int) -> None:
@@ -83,11 +122,14 @@ def lowrank_silu(stream: Stream, low: Tensor, num_streams: int) -> None:
         grid=(blocks(low.size, THREADS), 1, 1),
         block=(THREADS, 1, 1),
         extents=(low.size,),
+        early=True,
     )
     stream.launch(LOWRANK_SILU, launch, low, num_streams)
 
 
-def stream_mix(stream: Stream, gate: Tensor, normed: Tensor, out: Tensor) -> None:
+def stream_mix(
+    stream: Stream, gate: Tensor, normed: Tensor, out: Tensor, rounded: Tensor | None = None
+) -> None:
     """Mix the normalised streams into a layer's input: the mean over s of sigmoid(gate) * normed.
 
     Args:
@@ -95,6 +137,7 @@ def stream_mix(stream: Stream, gate: Tensor, normed: Tensor, out: Tensor) -> Non
         gate: float32 [T, S * D], before the sigmoid.
         normed: float32 [T, S * D], from stream_norm.
         out: float32 [T, D], overwritten.
+        rounded: float16 [T, D], overwritten on a GPU, or None.
 
     Raises:
         ShapeError: an argument has another shape or type.
@@ -109,8 +152,9 @@ def stream_mix(stream: Stream, gate: Tensor, normed: Tensor, out: Tensor) -> Non
     if width % size:
         raise ShapeError(f"stream_mix: {width} columns are not whole streams of {size}")
     shape = (num_tokens, width // size, size)
-    launch = _by_columns(shape)
-    stream.launch(STREAM_MIX, launch, gate.reshape(*shape), normed.reshape(*shape), out)
+    halves = _halves("stream_mix", rounded, out)
+    launch = _by_columns(shape, rounded is not None)
+    stream.launch(STREAM_MIX, launch, gate.reshape(*shape), normed.reshape(*shape), out, halves)
 
 
 def stream_write(stream: Stream, x: Tensor, out: Tensor, inject: Tensor) -> None:
@@ -134,7 +178,29 @@ def stream_write(stream: Stream, x: Tensor, out: Tensor, inject: Tensor) -> None
     stream.launch(STREAM_WRITE, launch, x, out, inject)
 
 
-def _by_columns(shape: tuple[int, ...]) -> Launch:
+def _halves(name: str, rounded: Tensor | None, like: Tensor) -> Tensor:
+    """The bits of rounded, for a launch; those of another tensor, left alone, where it is None."""
+    if rounded is not None:
+        expect(f"{name} rounded", rounded, like.shape, np.float16)
+        like = rounded
+    return Tensor.over(like.buffer, (like.nbytes // 2,), np.uint16, like.offset_bytes)
+
+
+def _by_rows(shape: tuple[int, ...], rounded: Tensor | None) -> Launch:
+    """A launch over the rows of all streams of [T, S, D]."""
+    num_tokens, num_streams, size = shape
+    return Launch(
+        items=num_tokens * num_streams,
+        grain=grain(size),
+        grid=(num_tokens * num_streams, 1, 1),
+        block=(2 * THREADS, 1, 1),
+        shared_bytes=4 * size,
+        extents=(num_streams, size, rounded is not None),
+        early=True,
+    )
+
+
+def _by_columns(shape: tuple[int, ...], *flags: bool) -> Launch:
     """A launch over tokens, on a GPU also over columns, of [T, S, D]."""
     num_tokens, num_streams, size = shape
     return Launch(
@@ -142,19 +208,45 @@ def _by_columns(shape: tuple[int, ...]) -> Launch:
         grain=grain(num_streams * size),
         grid=(num_tokens, blocks(size, COLUMNS), 1),
         block=(THREADS, 1, 1),
-        extents=(num_streams, size),
+        extents=(num_streams, size, *flags),
+        early=True,
     )
 
 
 @nogil_jit
-def _stream_norm(begin: int, end: int, x: Floats, weight: Floats, eps: float, out: Floats) -> None:
-    """Items: rows of x [T * S, D] and out [T * S, D]; weight [S, D]."""
-    num_streams, size = weight.shape
+def _stream_norm(
+    begin: int, end: int, x: Floats, weight: Floats, eps: float, out: Floats, _rounded: Halves
+) -> None:
+    """Items: rows of all streams of x [T, S, D]."""
+    _, num_streams, size = x.shape
     compile_small()
     for row in range(begin, end):
         at = row * size
         scale_row(out, at, x, at, rms_scale(x, at, size, eps), size)
         multiply_row(out, at, weight, row % num_streams * size, size)
+
+
+@nogil_jit
+def _stream_write_norm(
+    begin: int,
+    end: int,
+    x: Floats,
+    out: Floats,
+    inject: Floats,
+    weight: Floats,
+    eps: float,
+    normed: Floats,
+    _rounded: Halves,
+) -> None:
+    """Items: rows of all streams of x [T, S, D]."""
+    _, num_streams, size = x.shape
+    compile_small()
+    for row in range(begin, end):
+        at, token, s = row * size, row // num_streams, row % num_streams
+        share = F32(2.0) * sigmoid32(inject[token, s] / F32(num_streams))
+        add_scaled_row(x, at, share, out, token * size, size)
+        scale_row(normed, at, x, at, rms_scale(x, at, size, eps), size)
+        multiply_row(normed, at, weight, s * size, size)
 
 
 @nogil_jit
@@ -168,7 +260,9 @@ def _lowrank_silu(begin: int, end: int, low: Floats, num_streams: int) -> None:
 
 
 @nogil_jit
-def _stream_mix(begin: int, end: int, gate: Floats, normed: Floats, out: Floats) -> None:
+def _stream_mix(
+    begin: int, end: int, gate: Floats, normed: Floats, out: Floats, _rounded: Halves
+) -> None:
     """Items: tokens of gate and normed [T, S, D]."""
     _, num_streams, size = normed.shape
     compile_small()
@@ -221,8 +315,19 @@ def stream_write_reference(x: Floats, out: Floats, inject: Floats) -> Floats:
     return result
 
 
+def stream_write_norm_reference(
+    x: Floats, out: Floats, inject: Floats, weight: Floats, eps: float
+) -> tuple[Floats, Floats]:
+    """stream_write_norm in plain numpy: (the new x, normed)."""
+    written = stream_write_reference(x, out, inject)
+    return written, stream_norm_reference(written, weight, eps)
+
+
 SOURCE = "hyper.cu"
 STREAM_NORM = Kernel("stream_norm", _stream_norm, stream_norm_reference, SOURCE)
 LOWRANK_SILU = Kernel("lowrank_silu", _lowrank_silu, lowrank_silu_reference, SOURCE)
 STREAM_MIX = Kernel("stream_mix", _stream_mix, stream_mix_reference, SOURCE)
 STREAM_WRITE = Kernel("stream_write", _stream_write, stream_write_reference, SOURCE)
+STREAM_WRITE_NORM = Kernel(
+    "stream_write_norm", _stream_write_norm, stream_write_norm_reference, SOURCE
+)

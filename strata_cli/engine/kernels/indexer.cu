@@ -1,6 +1,7 @@
 // QSA's block indexer: pooled keys of complete blocks, scores, and the best blocks of each query.
 //   T tokens, B blocks that fit the cache, N index head width, ratio positions per block
 #include "lanes.cuh"
+#include "overlap.cuh"
 #include "rope.cuh"
 
 // pool_index_blocks: the key of each block that one of T tokens completes: mean, norm, rotation
@@ -11,6 +12,7 @@ extern "C" __global__ void pool_index_blocks(const float *raw_keys, const int *p
                                              long long ratio, const float *weight,
                                              const float *table, float eps, float *pooled,
                                              long long num_tokens, long long dim, long long half) {
+    start_early();
     extern __shared__ float keys[];
     const long long own = blockIdx.x * (blockDim.x / 16) + threadIdx.x / 16;
     const long long past_end = positions[min(own, num_tokens - 1)] + 1;
@@ -64,6 +66,7 @@ template <int HEADS>
 __global__ void score_blocks(const float *queries, const float *pooled, const int *positions,
                              long long ratio, long long budget, float *scores, long long num_blocks,
                              long long dim) {
+    start_early();
     constexpr int BLOCKS = 16 / HEADS;
     extern __shared__ __align__(16) float query[];
     const long long token = blockIdx.y, complete = (positions[token] + 1) / ratio;
@@ -134,6 +137,7 @@ __device__ inline int kth_largest(const int *values, int count, int k) {
 extern "C" __global__ void select_blocks(const int *scores, const int *positions, long long ratio,
                                          int *selected, int *num_selected, long long num_blocks,
                                          long long budget, long long staged) {
+    start_early();
     extern __shared__ int kept_scores[];
     __shared__ int above_of[32], ties_of[32];
     const long long token = blockIdx.x;

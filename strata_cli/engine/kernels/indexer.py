@@ -81,6 +81,7 @@ def pool_index_blocks(
         block=(THREADS, 1, 1),
         shared_bytes=4 * dim * (THREADS // 16),
         extents=(num_tokens, dim, rope.shape[1]),
+        early=True,
     )
     stream.launch(POOL_INDEX_BLOCKS, launch, raw_keys, positions, ratio, weight, rope, eps, pooled)
 
@@ -156,6 +157,7 @@ def _score(
         block=(THREADS, 1, 1),
         shared_bytes=4 * num_heads * dim,
         extents=(num_blocks, dim),
+        early=True,
     )
     kernel = _score_blocks_kernel(num_heads)
     stream.launch(kernel, launch, queries, pooled, positions, ratio, budget, scores)
@@ -178,6 +180,7 @@ def _select(
         block=(1024 if num_tokens < 64 else 256, 1, 1),
         shared_bytes=4 * staged,
         extents=(num_blocks, selected.shape[1], staged),
+        early=True,
     )
     stream.launch(SELECT_BLOCKS, launch, scores, positions, ratio, selected, num_selected)
 

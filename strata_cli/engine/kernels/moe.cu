@@ -2,6 +2,7 @@
 //   T tokens, E experts, k experts per token, P = T * k pairs, D hidden_size, F expert width
 #include "lanes.cuh"
 #include "math32.cuh"
+#include "overlap.cuh"
 
 constexpr int LEAST = -2147483647 - 1;  // orders below every logit
 
@@ -71,20 +72,13 @@ struct Logits {
     }
 };
 
-// route: softmax over all experts, the k best by logit (ties: lower id), renormalised
-//   logits [T,E] f32 -> ids [T,k] i32 best first, weights [T,k] f32
-//   grid (T / warps), one warp per token, shared 8 * k bytes per warp; reads 4 * T*E bytes, and
-//   takes k rounds over the logits, which is what bounds it
+// One warp chooses a token's experts: ids and weights [k] to global memory, ids also to own_ids
+// [k] in shared memory, where own [k] is scratch.
 template <int LOCAL>
-__global__ void route(const float *logits, int *ids, float *weights, long long num_tokens,
-                      long long num_experts, long long top_k) {
-    extern __shared__ int chosen[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const long long token = blockIdx.x * (blockDim.x / 32) + warp;
-    if (token >= num_tokens) return;
-    int *own_ids = chosen + 2 * top_k * warp;
-    float *own = reinterpret_cast<float *>(own_ids + top_k);
-    Logits<LOCAL> all = {logits + token * num_experts, num_experts};
+__device__ inline void route_token(const float *logits, int *ids, float *weights, int *own_ids,
+                                   float *own, long long num_experts, long long top_k) {
+    const int lane = threadIdx.x & 31;
+    Logits<LOCAL> all = {logits, num_experts};
     all.load();
     int order = 0x7fffffff, id = -1;
     float largest = 0.0f;
@@ -96,14 +90,62 @@ __global__ void route(const float *logits, int *ids, float *weights, long long n
     const float total = all.sum_exp(largest);
     __syncwarp();
     for (int rank = lane; rank < top_k; rank += 32)
-        own[rank] = exp32(all.row[own_ids[rank]] - largest) / total;
+        own[rank] = exp32(logits[own_ids[rank]] - largest) / total;
     __syncwarp();
     float sum = 0.0f;
     for (int rank = 0; rank < top_k; rank++) sum += own[rank];
     sum = sum < 0x1p-14f ? 0x1p-14f : sum;
     for (int rank = lane; rank < top_k; rank += 32) {
-        ids[token * top_k + rank] = own_ids[rank];
-        weights[token * top_k + rank] = own[rank] / sum;
+        ids[rank] = own_ids[rank];
+        weights[rank] = own[rank] / sum;
+    }
+}
+
+// route: softmax over all experts, the k best by logit (ties: lower id), renormalised
+//   logits [T,E] f32 -> ids [T,k] i32 best first, weights [T,k] f32
+//   grid (T / warps), one warp per token, shared 8 * k bytes per warp; reads 4 * T*E bytes, and
+//   takes k rounds over the logits, which is what bounds it
+template <int LOCAL>
+__global__ void route(const float *logits, int *ids, float *weights, long long num_tokens,
+                      long long num_experts, long long top_k) {
+    start_early();
+    extern __shared__ int chosen[];
+    const int warp = threadIdx.x / 32;
+    const long long token = blockIdx.x * (blockDim.x / 32) + warp;
+    if (token >= num_tokens) return;
+    int *own_ids = chosen + 2 * top_k * warp;
+    route_token<LOCAL>(logits + token * num_experts, ids + token * top_k, weights + token * top_k,
+                       own_ids, reinterpret_cast<float *>(own_ids + top_k), num_experts, top_k);
+}
+
+// route_few: route and order_by_expert of few tokens, in one block with a warp for each
+//   grid 1, block 32 * T or more, shared 8 * T*k bytes
+template <int LOCAL>
+__global__ void route_few(const float *logits, int *ids, float *weights, int *expert_start,
+                          int *row_of, int *pair_of, long long num_tokens, long long num_experts,
+                          long long top_k) {
+    start_early();
+    extern __shared__ int chosen[];
+    const int token = threadIdx.x / 32, num_pairs = static_cast<int>(num_tokens * top_k);
+    float *scratch = reinterpret_cast<float *>(chosen + num_pairs);
+    if (token < num_tokens)
+        route_token<LOCAL>(logits + token * num_experts, ids + token * top_k,
+                           weights + token * top_k, chosen + token * top_k, scratch + token * top_k,
+                           num_experts, top_k);
+    __syncthreads();
+    if (threadIdx.x == 0) expert_start[num_experts] = num_pairs;
+    for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
+        int below = 0, own = 0;
+        for (int pair = 0; pair < num_pairs; pair++) {
+            below += chosen[pair] < expert;
+            own += chosen[pair] == expert;
+        }
+        expert_start[expert] = below;
+        for (int pair = 0; own > 0 && pair < num_pairs; pair++) {
+            if (chosen[pair] != expert) continue;
+            row_of[below] = pair / static_cast<int>(top_k);
+            pair_of[pair] = below++;
+        }
     }
 }
 
@@ -114,6 +156,7 @@ __global__ void route(const float *logits, int *ids, float *weights, long long n
 extern "C" __global__ void order_by_expert(const int *ids, int *expert_start, int *row_of,
                                            int *pair_of, long long num_experts, long long num_pairs,
                                            long long top_k) {
+    start_early();
     const int lane = threadIdx.x & 31;
     const long long expert = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (expert >= num_experts) return;
@@ -144,6 +187,7 @@ extern "C" __global__ void order_by_expert(const int *ids, int *expert_start, in
 // swiglu: out = silu(gate) * up; out may be gate or up
 //   gate, up, out [n] f32; grid (n / (4 * block)), each thread 4 elements; moves 12 * n bytes
 extern "C" __global__ void swiglu(const float *gate, const float *up, float *out, long long n) {
+    start_early();
     const long long first = 4 * (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x);
     if (first + 4 <= n && is_wide(4, gate, up, out)) {
         const float4 g = load4(gate + first), u = load4(up + first);
@@ -168,6 +212,7 @@ extern "C" __global__ void combine(const float *expert_out, const int *pair_of,
                                    const float *weights, const float *shared_out,
                                    const float *shared_logit, float *out, long long top_k,
                                    long long size) {
+    start_early();
     const long long token = blockIdx.x;
     const long long first = 4 * (blockIdx.y * static_cast<long long>(blockDim.x) + threadIdx.x);
     if (first >= size) return;

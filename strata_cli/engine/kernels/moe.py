@@ -32,6 +32,7 @@ F32 = np.float32
 I32 = np.int32
 
 THREADS = 128  # per block on a GPU
+ROUTE_TOGETHER = 16  # at most so many tokens are routed and ordered by one of a GPU's blocks
 WARPS = THREADS // 32
 ROUTE_IN_REGISTERS = 512  # experts whose logits a GPU's warp keeps in registers
 MIN_WEIGHT_SUM = F32(2.0**-14)  # the router weights' sum is clamped from below by this
@@ -69,14 +70,8 @@ def route(stream: Stream, logits: Tensor, ids: Tensor, weights: Tensor) -> None:
     Raises:
         ShapeError: an argument has another shape or type, or k is not in 1..E.
     """
-    expect_rank("route logits", logits, 2)
-    expect_rank("route ids", ids, 2)
-    (num_tokens, num_experts), top_k = logits.shape, ids.shape[1]
-    if not 1 <= top_k <= num_experts:
-        raise ShapeError(f"route: cannot choose {top_k} of {num_experts} experts per token")
-    expect("route logits", logits, logits.shape)
-    expect("route ids", ids, (num_tokens, top_k), I32)
-    expect("route weights", weights, (num_tokens, top_k))
+    num_experts = _expect_route(logits, ids, weights)
+    num_tokens, top_k = ids.shape
     launch = Launch(
         items=num_tokens,
         grain=grain(4 * num_experts),
@@ -84,9 +79,53 @@ def route(stream: Stream, logits: Tensor, ids: Tensor, weights: Tensor) -> None:
         block=(THREADS, 1, 1),
         shared_bytes=8 * top_k * WARPS,
         extents=(num_tokens, num_experts, top_k),
+        early=True,
     )
     kernel = ROUTE if num_experts <= ROUTE_IN_REGISTERS else ROUTE_MANY
     stream.launch(kernel, launch, logits, ids, weights)
+
+
+def route_in_order(
+    stream: Stream,
+    logits: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    expert_start: Tensor,
+    row_of: Tensor,
+    pair_of: Tensor,
+) -> None:
+    """Route, then order_by_expert; one launch where tokens are few.
+
+    Args:
+        stream: enqueues here.
+        logits: as route's.
+        ids: as route's, overwritten.
+        weights: as route's, overwritten.
+        expert_start: as order_by_expert's, int32 [E + 1], overwritten.
+        row_of: as order_by_expert's, overwritten.
+        pair_of: as order_by_expert's, overwritten.
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    num_tokens, top_k = ids.shape
+    if num_tokens > ROUTE_TOGETHER:
+        route(stream, logits, ids, weights)
+        order_by_expert(stream, ids, expert_start, row_of, pair_of)
+        return
+    num_experts = _expect_route(logits, ids, weights)
+    expect("route_in_order expert_start", expert_start, (num_experts + 1,), I32)
+    _expect_order(ids, expert_start, row_of, pair_of)
+    launch = Launch(
+        items=1,
+        grid=(1, 1, 1),
+        block=(max(4 * THREADS, 32 * num_tokens), 1, 1),
+        shared_bytes=8 * num_tokens * top_k,
+        extents=(num_tokens, num_experts, top_k),
+        early=True,
+    )
+    kernel = ROUTE_FEW if num_experts <= ROUTE_IN_REGISTERS else ROUTE_FEW_MANY
+    stream.launch(kernel, launch, logits, ids, weights, expert_start, row_of, pair_of)
 
 
 def order_by_expert(
@@ -104,18 +143,14 @@ def order_by_expert(
     Raises:
         ShapeError: an argument has another shape or type.
     """
-    expect_rank("order_by_expert ids", ids, 2)
-    expect_rank("order_by_expert expert_start", expert_start, 1)
-    expect("order_by_expert ids", ids, ids.shape, I32)
-    expect("order_by_expert expert_start", expert_start, expert_start.shape, I32)
-    expect("order_by_expert row_of", row_of, (ids.size,), I32)
-    expect("order_by_expert pair_of", pair_of, ids.shape, I32)
+    _expect_order(ids, expert_start, row_of, pair_of)
     num_experts = expert_start.size - 1
     launch = Launch(
         items=1,
         grid=(blocks(num_experts, WARPS), 1, 1),
         block=(THREADS, 1, 1),
         extents=(num_experts, ids.size, ids.shape[1]),
+        early=True,
     )
     stream.launch(ORDER_BY_EXPERT, launch, ids, expert_start, row_of, pair_of)
 
@@ -141,6 +176,7 @@ def swiglu(stream: Stream, gate: Tensor, up: Tensor, out: Tensor) -> None:
         grid=(blocks(gate.size, 4 * THREADS), 1, 1),
         block=(THREADS, 1, 1),
         extents=(gate.size,),
+        early=True,
     )
     stream.launch(SWIGLU, launch, gate, up, out)
 
@@ -183,8 +219,31 @@ def combine(
         grid=(num_tokens, blocks(size, 4 * THREADS), 1),
         block=(THREADS, 1, 1),
         extents=(top_k, size),
+        early=True,
     )
     stream.launch(COMBINE, launch, expert_out, pair_of, weights, shared_out, shared_logit, out)
+
+
+def _expect_route(logits: Tensor, ids: Tensor, weights: Tensor) -> int:
+    """Check route's arguments; returns the number of experts."""
+    expect_rank("route logits", logits, 2)
+    expect_rank("route ids", ids, 2)
+    (num_tokens, num_experts), top_k = logits.shape, ids.shape[1]
+    if not 1 <= top_k <= num_experts:
+        raise ShapeError(f"route: cannot choose {top_k} of {num_experts} experts per token")
+    expect("route logits", logits, logits.shape)
+    expect("route ids", ids, (num_tokens, top_k), I32)
+    expect("route weights", weights, (num_tokens, top_k))
+    return num_experts
+
+
+def _expect_order(ids: Tensor, expert_start: Tensor, row_of: Tensor, pair_of: Tensor) -> None:
+    expect_rank("order_by_expert ids", ids, 2)
+    expect_rank("order_by_expert expert_start", expert_start, 1)
+    expect("order_by_expert ids", ids, ids.shape, I32)
+    expect("order_by_expert expert_start", expert_start, expert_start.shape, I32)
+    expect("order_by_expert row_of", row_of, (ids.size,), I32)
+    expect("order_by_expert pair_of", pair_of, ids.shape, I32)
 
 
 @nogil_jit
@@ -248,6 +307,23 @@ def _order_by_expert(
 
 
 @nogil_jit
+def _route_few(
+    begin: int,
+    end: int,
+    logits: Floats,
+    ids: Ints,
+    weights: Floats,
+    expert_start: Ints,
+    row_of: Ints,
+    pair_of: Ints,
+) -> None:
+    """One item: all tokens."""
+    for _ in range(begin, end):
+        _route(0, logits.shape[0], logits, ids, weights)
+        _order_by_expert(0, 1, ids, expert_start, row_of, pair_of)
+
+
+@nogil_jit
 def _swiglu(begin: int, end: int, gate: Floats, up: Floats, out: Floats) -> None:
     """Items: rows."""
     size = out.shape[1]
@@ -301,6 +377,12 @@ def order_by_expert_reference(ids: Ints, num_experts: int) -> ExpertOrder:
     )
 
 
+def route_in_order_reference(logits: Floats, top_k: int) -> tuple[Routing, ExpertOrder]:
+    """route_in_order in plain numpy."""
+    routing = route_reference(logits, top_k)
+    return routing, order_by_expert_reference(routing.ids, logits.shape[1])
+
+
 def swiglu_reference(gate: Floats, up: Floats) -> Floats:
     """swiglu in plain numpy: gate and up [P, F] -> [P, F]."""
     wide = gate.astype(np.float64)
@@ -322,6 +404,10 @@ def combine_reference(
 SOURCE = "moe.cu"
 ROUTE = Kernel("route", _route, route_reference, SOURCE, "route<16>")
 ROUTE_MANY = Kernel("route_many", _route, route_reference, SOURCE, "route<0>")
+ROUTE_FEW = Kernel("route_few", _route_few, route_in_order_reference, SOURCE, "route_few<16>")
+ROUTE_FEW_MANY = Kernel(
+    "route_few_many", _route_few, route_in_order_reference, SOURCE, "route_few<0>"
+)
 ORDER_BY_EXPERT = Kernel("order_by_expert", _order_by_expert, order_by_expert_reference, SOURCE)
 SWIGLU = Kernel("swiglu", _swiglu, swiglu_reference, SOURCE)
 COMBINE = Kernel("combine", _combine, combine_reference, SOURCE)

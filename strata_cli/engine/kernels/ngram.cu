@@ -3,6 +3,7 @@
 //   stream-major
 #include "lanes.cuh"
 #include "math32.cuh"
+#include "overlap.cuh"
 
 using u64 = unsigned long long;
 
@@ -14,6 +15,7 @@ extern "C" __global__ void ngram_rows(const int *ids, int *history, const u64 *m
                                       const u64 *offsets, const u64 *sizes, long long eos,
                                       long long *rows_out, long long num_tokens,
                                       long long look_back, long long num_heads) {
+    start_early();
     const long long token = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
     if (token < num_tokens) {
         const long long per_n = num_heads / look_back;
@@ -43,6 +45,7 @@ extern "C" __global__ void ngram_rows(const int *ids, int *history, const u64 *m
 extern "C" __global__ void ngram_gate(const float *key, const float *value, const float *x,
                                       const float *w_key, const float *w_query, float eps,
                                       float *gated, long long num_streams, long long size) {
+    start_early();
     extern __shared__ float rows[];
     __shared__ float scales[2], weight;
     float *keys = rows, *queries = rows + size;
@@ -106,6 +109,7 @@ extern "C" __global__ void ngram_conv(const float *gated, const float *w_conv, f
                                       const float *weight, long long dilation, float eps, float *x,
                                       long long num_tokens, long long num_streams, long long size,
                                       long long num_taps, long long run) {
+    start_early();
     extern __shared__ float scales[];
     const long long channels = num_streams * size, past = (num_taps - 1) * dilation;
     const long long column = blockIdx.x * size;

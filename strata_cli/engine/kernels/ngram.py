@@ -86,6 +86,7 @@ def ngram_rows(
         grid=(blocks(ids.size, THREADS), 1, 1),
         block=(THREADS, 1, 1),
         extents=(ids.size, look_back, num_heads),
+        early=True,
     )
     stream.launch(
         NGRAM_ROWS,
@@ -170,6 +171,7 @@ def ngram_gate(
         block=(THREADS, 1, 1),
         shared_bytes=8 * size,
         extents=(num_streams, size),
+        early=True,
     )
     stream.launch(NGRAM_GATE, launch, key, value, x, w_key, w_query, eps, gated.reshape(*x.shape))
 
@@ -220,6 +222,7 @@ def ngram_conv(
         block=(THREADS, 1, 1),
         shared_bytes=4 * (run + past),
         extents=(num_tokens, num_streams, size, num_taps, run),
+        early=True,
     )
     stream.launch(NGRAM_CONV, launch, gated, w_conv, history, weight, dilation, eps, x)
 

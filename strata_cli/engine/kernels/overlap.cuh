@@ -14,3 +14,10 @@ __device__ inline void wait_for_launches_ahead() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// For a kernel that has nothing to do before those results. Comes first: a block that returned
+// before would let later launches overtake the ones ahead.
+__device__ inline void start_early() {
+    let_next_start();
+    wait_for_launches_ahead();
+}

@@ -1,5 +1,6 @@
 // Rotary positions: the norm-then-rotate step of query and key heads.
 #include "lanes.cuh"
+#include "overlap.cuh"
 #include "rope.cuh"
 
 // head_norm_rope: each head normalised, then turned to its token's position
@@ -10,6 +11,7 @@ extern "C" __global__ void head_norm_rope(const float *src, const float *weight,
                                           const int *positions, float eps, float *out,
                                           long long num_rows, long long num_heads, long long stride,
                                           long long dim, long long half) {
+    start_early();
     extern __shared__ float normed[];
     const long long own = blockIdx.x * (blockDim.x / 16) + threadIdx.x / 16;
     const long long row = min(own, num_rows - 1);  // a spare half warp takes part in the sums

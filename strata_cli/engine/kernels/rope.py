@@ -93,6 +93,7 @@ def head_norm_rope(
         block=(THREADS, 1, 1),
         shared_bytes=4 * dim * (THREADS // 16),
         extents=(rows, num_heads, src.shape[2], dim, rope.shape[1]),
+        early=True,
     )
     out = out.reshape(num_tokens * num_heads, dim)
     stream.launch(HEAD_NORM_ROPE, launch, src, weight, rope, positions, eps, out)
