@@ -102,6 +102,18 @@ def streams(bench: Bench, tokens: int) -> None:
     bench.measure("lowrank_silu", tokens, 8 * tokens * RANK, hyper.lowrank_silu, low, STREAMS)
     bench.measure("stream_mix", tokens, 2 * all_streams + one, hyper.stream_mix, wide, normed, out)
     bench.measure("stream_write", tokens, 2 * all_streams + one, hyper.stream_write, x, out, inject)
+    bench.measure(
+        "stream_write_norm",
+        tokens,
+        3 * all_streams + one,
+        hyper.stream_write_norm,
+        x,
+        out,
+        inject,
+        weight,
+        EPS,
+        normed,
+    )
 
 
 def delta_net(bench: Bench, tokens: int) -> None:
@@ -291,6 +303,18 @@ def experts(bench: Bench, tokens: int) -> None:
     )
     bench.measure(
         "order_by_expert", tokens, 12 * pairs, moe.order_by_expert, ids, start, row_of, pair_of
+    )
+    bench.measure(
+        "route_in_order",
+        tokens,
+        4 * tokens * EXPERTS + 20 * pairs,
+        moe.route_in_order,
+        logits,
+        ids,
+        weights,
+        start,
+        row_of,
+        pair_of,
     )
     gate, up = bench.normal(pairs, WIDTH), bench.normal(pairs, WIDTH)
     bench.measure(
