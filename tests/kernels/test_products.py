@@ -19,6 +19,7 @@ from strata_cli.engine.kernels.products import (
     ahead_plan,
     alignment,
     code_book,
+    decode_plan,
     dense_matrix,
     few_plan,
     few_tile_rows,
@@ -72,9 +73,13 @@ def test_plans_fit_every_gpu(qtype: QuantType, limit: int) -> None:
         for rows in (1, 40, 640, 12288):
             matrix = matrix_of(qtype, rows, cols)
             plans = [
-                few_plan(matrix, tokens, 3, limit, few_tile_rows(matrix), experts)
+                plan
                 for tokens in (1, 8, 100)
                 for experts in (0, 512)
+                for plan in (
+                    few_plan(matrix, tokens, 3, limit, few_tile_rows(matrix), experts),
+                    decode_plan(matrix, tokens, 3, limit, experts),
+                )
             ]
             if qtype is not QuantType.F32:
                 plans += [many_plan(matrix, 4096, limit), many_plan(matrix, 40, limit)]
@@ -159,6 +164,7 @@ def test_products_compile_for_every_architecture(architecture: str) -> None:
     matrix = matrix_of(QuantType.IQ3_XXS, 640, 2560)
     units = (
         few_plan(matrix, 1, 1, 99 << 10, 8).unit,
+        decode_plan(matrix, 1, 1, 99 << 10).unit,
         grouped_many_plan(matrix, 20480, 512, 99 << 10).unit,
     )
     for source, function, defines in units:

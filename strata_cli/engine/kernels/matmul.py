@@ -33,9 +33,8 @@ from strata_cli.engine.kernels.products import (
     Matrix,
     Unit,
     alignment,
+    decode_plan,
     dense_matrix,
-    few_plan,
-    few_tile_rows,
     grouped_many_plan,
     many_plan,
     shared_limit,
@@ -230,10 +229,10 @@ def matmul(
         stream.launch(kernel, launch, x, rounded, weight.data, out, *numbers)
         return
     passes = blocks(tokens, FEW_COLUMNS)
-    rows = few_tile_rows(matrix)
-    plan = few_plan(matrix, tokens, passes, shared_limit(stream), rows)
+    plan = decode_plan(matrix, tokens, passes, shared_limit(stream))
     kernel = _kernel(_bind_matmul, _matmul_reference, plan.unit)
-    stream.launch(kernel, plan.launch(items, grain), x, weight.data, out, *numbers)
+    launch = plan.launch(items, grain, early=True)
+    stream.launch(kernel, launch, x, weight.data, out, *numbers)
 
 
 def _has_many(matrix: Matrix, rounded: Tensor) -> bool:
@@ -382,7 +381,7 @@ def grouped_matmul(
         launch = plan.launch(items, grain)
         stream.launch(kernel, launch, x, rounded, blobs, row_of, expert_start, out, *numbers)
         return
-    plan = few_plan(matrix, x.shape[0], pairs, limit, few_tile_rows(matrix), experts)
+    plan = decode_plan(matrix, x.shape[0], pairs, limit, experts)
     kernel = _kernel(_bind_grouped, _grouped_reference, plan.unit)
-    launch = plan.launch(items, grain)
+    launch = plan.launch(items, grain, early=True)
     stream.launch(kernel, launch, x, blobs, row_of, expert_start, out, *numbers)

@@ -9,7 +9,7 @@ be changed for speed. The layouts of shared memory are stated in matmul_few.cu a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ BOOK_BYTES = 16 << 10  # a code book takes in shared memory for few rows, severa
 MULTIPROCESSORS = 132  # of the reference GPU; with fewer, blocks wait for each other
 RESIDENT_WARPS = 28  # of a multiprocessor, by the few-row function's registers
 MOST_WARPS = 32
+COPY_LANES = 16
+LONG_ROWS = 8192  # with fewer rows a block has too few groups for a single buffer
 WARP_ROWS = 32
 WARP_TOKENS = 64
 TOKEN_PITCH = 320  # bytes of one token in a stage of 128 k
@@ -81,8 +83,8 @@ class Plan:
     shared_bytes: int
     extents: tuple[int, ...]
 
-    def launch(self, items: int, grain: int) -> Launch:
-        """With the host's share of the launch."""
+    def launch(self, items: int, grain: int, *, early: bool = False) -> Launch:
+        """With the host's share of the launch; early as in ``Launch``."""
         return Launch(
             items=items,
             grain=grain,
@@ -90,6 +92,7 @@ class Plan:
             block=self.block,
             shared_bytes=self.shared_bytes,
             extents=self.extents,
+            early=early,
         )
 
 
@@ -278,6 +281,26 @@ def ahead_plan(
             columns,
         ),
     )
+
+
+@lru_cache(maxsize=4096)
+def decode_plan(
+    matrix: Matrix, tokens: int, segments: int, shared_bytes: int, experts: int = 0
+) -> Plan:
+    """The fastest measured way of the few-row function; arguments as ``few_plan``.
+
+    Rows of a byte per weight or more are copied for long: few of them per warp. Where blocks make
+    few groups each, two buffers; and always long requests.
+    """
+    is_wide = BLOCK[matrix.qtype].nbytes >= BLOCK[matrix.qtype].weights
+    tile_rows = 8 if is_wide and tokens == 1 else few_tile_rows(matrix) if is_wide else 16
+    ahead = Ahead(1 if experts or matrix.rows >= LONG_ROWS else 2, COPY_LANES)
+    plan = ahead_plan(matrix, tokens, segments, shared_bytes, tile_rows, ahead, experts)
+    if plan is not None:
+        return plan
+    plan = few_plan(matrix, tokens, segments, shared_bytes, few_tile_rows(matrix), experts)
+    defines = (*plan.unit.defines, f"COPY_LANES={COPY_LANES}")
+    return replace(plan, unit=plan.unit._replace(defines=defines))
 
 
 class Tile(NamedTuple):
