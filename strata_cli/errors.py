@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+LONGEST_VALUE, LONGEST_PATH = 60, 160
+
 
 class StrataError(Exception):
     """Something went wrong that the user can understand and act on.
@@ -55,3 +59,20 @@ class ShapeError(StrataError):
 
 class StateError(StrataError):
     """A sequence or snapshot cannot be used the way it was asked to be."""
+
+
+def quoted(text: str) -> str:
+    """What somebody wrote, quoted for a message on one line; a long one is cut and counted."""
+    if len(text) <= LONGEST_VALUE:
+        return repr(text)
+    return f"{text[: LONGEST_VALUE - 20]!r}… ({len(text)} characters)"
+
+
+def path_text(path: Path) -> str:
+    """A path for a message: as it is, quoted where it would not print, cut where it is long."""
+    text = str(path)
+    shown = text if text.isprintable() else repr(text)
+    if len(shown) <= LONGEST_PATH:
+        return shown
+    half = LONGEST_PATH // 2
+    return f"{shown[:half]}…{shown[-half:]} ({len(text)} characters)"

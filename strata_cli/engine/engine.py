@@ -23,6 +23,7 @@ from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash, 
 from strata_cli.engine.forward.workspace import Workspace
 from strata_cli.engine.kernels.jit import is_cold
 from strata_cli.engine.model.chat_template import ChatTemplate
+from strata_cli.engine.model.shards import model_stem
 from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.engine.model.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ class EngineOptions:
     """What shapes an engine.
 
     Attributes:
-        model: GGUF file, or the first of its shards.
+        model: GGUF file, or any of its shards.
         device: "auto", "host" or "cuda:N".
         threads: host threads that compute, 0 = every core this process may use.
         max_context: tokens a sequence may hold, 0 = the model's own, at most 32,768.
@@ -149,7 +150,7 @@ class Engine:
             forward = Forward(model.spec, weights, workspace, stream)
             if is_cold_host:
                 compile_ahead(forward, device, options.model, compiling)
-            name = model.spec.name or options.model.stem
+            name = model.spec.name or model_stem(options.model)
             logger.info("%s on %s: context %d tokens, chunks of %d", name, device.name, *sizes)
             return cls(
                 spec=model.spec,

@@ -11,6 +11,7 @@ import pytest
 from strata_cli.engine.model.gguf import open_gguf
 from strata_cli.engine.model.metadata import ValueType
 from strata_cli.engine.model.quants import QuantType
+from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.errors import ModelError
 from tests.model.gguf_writer import GgufBuilder
 from tests.model.oracle import MODELS, ORACLE
@@ -39,6 +40,12 @@ def refusal(path: Path | str) -> ModelError:
         open_gguf(path)
     assert caught.value.hint
     assert str(path) in caught.value.message
+    return caught.value
+
+
+def refusal_of(path: Path) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        open_gguf(path)
     return caught.value
 
 
@@ -143,7 +150,12 @@ def test_a_device_is_refused() -> None:
 
 
 def test_a_path_that_cannot_be_is_refused() -> None:
-    assert "cannot be opened" in refusal("x" * 5000).message
+    for path in ("x" * 5000, "x" * 256, "a\0b.gguf"):
+        error = refusal_of(Path(path))
+        assert "cannot be opened" in error.message
+        assert error.message.isprintable()
+        assert len(error.message) < 300
+        assert error.hint
 
 
 def test_a_file_without_permission_is_refused(
@@ -342,19 +354,64 @@ def test_the_first_shard_may_hold_no_tensors() -> None:
     assert len(file.tensors) == 164
 
 
-@pytest.mark.parametrize("shard", [2, 3])
-def test_a_later_shard_says_which_file_to_open(shard: int) -> None:
-    error = refusal(ORACLE / f"mixB-quant-split-0000{shard}-of-00003.gguf")
-    assert f"shard {shard} of 3" in error.message
-    assert error.hint == f"open {MODELS['mixB-quant']}"
-
-
-def test_a_missing_shard_is_named(builder: GgufBuilder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", [0, 1, 2])
+def test_any_shard_opens_the_whole_model(builder: GgufBuilder, tmp_path: Path, shard: int) -> None:
     paths = write_shards(builder, tmp_path)
-    paths[1].unlink()
-    with pytest.raises(ModelError, match=r"no such file: .*m-00002-of-00003\.gguf") as caught:
-        open_gguf(paths[0])
-    assert "all 3 shards" in caught.value.hint
+    file = open_gguf(paths[shard])
+    assert file.paths == tuple(paths)
+    assert list(file.tensors) == ["a", "b", "c"]
+    assert [info.path for info in file.tensors.values()] == paths
+    assert file.metadata["small"] == -5  # only the first shard describes the model
+
+
+@pytest.mark.parametrize("shard", [2, 3])
+def test_a_later_shard_gives_the_model_of_the_first(shard: int) -> None:
+    first = load_model_file(MODELS["mixB-quant"])
+    later = load_model_file(ORACLE / f"mixB-quant-split-0000{shard}-of-00003.gguf")
+    assert later.spec == first.spec
+    assert list(later.tensors) == list(first.tensors)
+    assert later.file.paths == first.file.paths
+
+
+def test_shards_behind_links_are_found_by_the_names_of_the_links(
+    builder: GgufBuilder, tmp_path: Path
+) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    for number, path in enumerate(write_shards(builder, tmp_path)):
+        (links / path.name).symlink_to(path.rename(tmp_path / f"blob{number}"))
+    assert len(open_gguf(links / "m-00003-of-00003.gguf").tensors) == 3
+
+
+@pytest.mark.parametrize("opened", [0, 1, 2])
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_missing_shard_is_named_whichever_is_opened(
+    builder: GgufBuilder, tmp_path: Path, opened: int, missing: int
+) -> None:
+    paths = write_shards(builder, tmp_path)
+    paths[missing].unlink()
+    error = refusal_of(paths[opened])
+    assert error.message == f"no such file: {paths[missing]}"
+    if opened != missing:
+        assert error.hint == "all 3 shards of the model must lie in one folder"
+
+
+@pytest.mark.parametrize("opened", [0, 2])
+def test_the_metadata_of_every_shard_is_checked(
+    builder: GgufBuilder, tmp_path: Path, opened: int
+) -> None:
+    paths = write_shards(builder, tmp_path)
+    whole = paths[1].read_bytes()
+    for key in (b"split.count", b"split.no"):
+        at = whole.index(key) + len(key)
+        for wrong in (0, 7):
+            changed = struct.pack("<IH", ValueType.U16, wrong)
+            paths[1].write_bytes(whole[:at] + changed + whole[at + len(changed) :])
+            error = refusal_of(paths[opened])
+            assert str(paths[1]) in error.message
+            assert error.hint
+    paths[1].write_bytes(whole)
+    assert len(open_gguf(paths[opened]).tensors) == 3
 
 
 def test_a_damaged_shard_is_named(builder: GgufBuilder, tmp_path: Path) -> None:
@@ -374,8 +431,13 @@ def test_shards_in_the_wrong_order_are_refused(builder: GgufBuilder, tmp_path: P
     paths = write_shards(builder, tmp_path)
     content = paths[1].read_bytes()
     paths[2].write_bytes(content)
-    with pytest.raises(ModelError, match=r"m-00003-of-00003\.gguf does not continue the model"):
-        open_gguf(paths[0])
+    for path in paths[:2]:
+        with pytest.raises(ModelError, match=r"m-00003-of-00003\.gguf does not continue the model"):
+            open_gguf(path)
+    with pytest.raises(
+        ModelError, match=r"is named shard 3, but split\.no says it is shard 2 of 3"
+    ):
+        open_gguf(paths[2])
 
 
 def test_a_tensor_in_two_shards_is_refused(builder: GgufBuilder, tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ from strata_cli.engine.model.metadata import Metadata
 from strata_cli.engine.model.quants import QuantType
 from strata_cli.engine.model.shards import (
     SplitInfo,
-    check_first_shard,
-    check_later_shard,
+    check_continues,
+    check_name,
     read_split,
     shard_paths,
 )
-from strata_cli.errors import ModelError
+from strata_cli.errors import ModelError, path_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,24 +87,29 @@ class GgufFile:
 
 
 def open_gguf(path: Path | str) -> GgufFile:
-    """Open a model file, and with it all shards if it is the first of several.
+    """Open a model file, and with it all shards if it is any one of several.
 
     Raises:
         ModelError: a file is missing, unreadable, not GGUF, truncated or damaged, a tensor has an
             unsupported type, or the shards do not belong together.
     """
-    first = _open_one(Path(path), if_missing="check the path of the model")
-    split = read_split(first.metadata)
+    given = _open_one(Path(path), if_missing="check the path of the model")
+    split = read_split(given.metadata)
     if split is None:
-        return first
-    check_first_shard(first.paths[0], split)
-    shards = [first]
+        return given
+    check_name(given.paths[0], split)
+    return _merge(_open_shards(given, split), split)
+
+
+def _open_shards(given: GgufFile, split: SplitInfo) -> list[GgufFile]:
+    """All shards in order, one of which is open already and says how many there are."""
     all_here = f"all {split.num_shards} shards of the model must lie in one folder"
-    for index, shard_path in enumerate(shard_paths(first.paths[0], split)[1:], start=1):
-        shard = _open_one(shard_path, if_missing=all_here)
-        check_later_shard(shard_path, index, read_split(shard.metadata), split)
+    shards = []
+    for index, path in enumerate(shard_paths(given.paths[0], split)):
+        shard = given if index == split.shard else _open_one(path, if_missing=all_here)
+        check_continues(path, index, read_split(shard.metadata), split)
         shards.append(shard)
-    return _merge(shards, split)
+    return shards
 
 
 def _merge(shards: list[GgufFile], split: SplitInfo) -> GgufFile:
@@ -141,23 +146,24 @@ def _tensor_info(path: Path, whole: NDArray[np.uint8], entry: TensorEntry) -> Te
 
 
 def _map_file(path: Path, if_missing: str) -> mmap.mmap:
+    shown, check_path = path_text(path), "check the path of the model"
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            raise ModelError(f"{path} is a directory", hint="pass the .gguf file inside it")
+            raise ModelError(f"{shown} is a directory", hint="pass the .gguf file inside it")
         if not stat.S_ISREG(status.st_mode):
-            raise ModelError(f"{path} is not a regular file", hint="pass a .gguf file")
+            raise ModelError(f"{shown} is not a regular file", hint="pass a .gguf file")
         if status.st_size == 0:
-            raise ModelError(f"{path} is empty (0 bytes)", hint="download the model again")
+            raise ModelError(f"{shown} is empty (0 bytes)", hint="download the model again")
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
-        raise ModelError(f"no such file: {path}", hint=if_missing) from error
+        raise ModelError(f"no such file: {shown}", hint=if_missing) from error
     except PermissionError as error:
         raise ModelError(
-            f"{path} cannot be read: permission denied", hint="check the file's permissions"
+            f"{shown} cannot be read: permission denied", hint="check the file's permissions"
         ) from error
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path} cannot be opened: {error}", hint="check the path of the model"
-        ) from error
+    except OSError as error:
+        raise ModelError(f"{shown} cannot be opened: {error.strerror}", hint=check_path) from error
+    except ValueError as error:  # a NUL in the path, or a file cut to nothing meanwhile
+        raise ModelError(f"{shown} cannot be opened: {error}", hint=check_path) from error

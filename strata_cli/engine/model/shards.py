@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from strata_cli.engine.model.metadata import INTEGERS, Metadata
-from strata_cli.errors import ModelError
+from strata_cli.errors import ModelError, path_text
 
 _NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _HINT = "the shards are of different conversions, or renamed; download them again"
@@ -51,35 +51,30 @@ def read_split(metadata: Metadata) -> SplitInfo | None:
     return info
 
 
-def check_first_shard(path: Path, split: SplitInfo) -> None:
-    """Refuse to open a model from the middle, or under a name that does not lead to the others.
+def check_name(path: Path, split: SplitInfo) -> None:
+    """Refuse a shard whose name does not lead to the others, or says it is another one.
 
     Raises:
-        ModelError: path is a later shard, or its name disagrees with its split keys.
+        ModelError: naming what the file says of itself.
     """
     if split.num_shards == 1:
         return
     match = _NAME.fullmatch(path.name)
     if match is None or int(match["count"]) != split.num_shards:
         raise ModelError(
-            f"{path} is shard {split.shard + 1} of {split.num_shards}, "
+            f"{path_text(path)} is shard {split.shard + 1} of {split.num_shards}, "
             "but its name does not lead to the others",
             hint=f"name the shards NAME-00001-of-{split.num_shards:05}.gguf and so on",
         )
-    if split.shard != 0:
+    if int(match["number"]) != split.shard + 1:
         raise ModelError(
-            f"{path} is shard {split.shard + 1} of {split.num_shards}; "
-            "a model is opened by its first",
-            hint=f"open {shard_paths(path, split)[0]}",
-        )
-    if int(match["number"]) != 1:
-        raise ModelError(
-            f"{path} is named shard {int(match['number'])}, but split.no says it is the first",
+            f"{path_text(path)} is named shard {int(match['number'])}, "
+            f"but split.no says it is shard {split.shard + 1} of {split.num_shards}",
             hint=_HINT,
         )
 
 
-def check_later_shard(path: Path, shard: int, found: SplitInfo | None, first: SplitInfo) -> None:
+def check_continues(path: Path, shard: int, found: SplitInfo | None, first: SplitInfo) -> None:
     """Refuse a shard that does not continue the first one.
 
     Raises:
@@ -88,7 +83,8 @@ def check_later_shard(path: Path, shard: int, found: SplitInfo | None, first: Sp
     expected = first._replace(shard=shard)
     if found != expected:
         raise ModelError(
-            f"{path} does not continue the model: expected {expected}, found {found}", hint=_HINT
+            f"{path_text(path)} does not continue the model: expected {expected}, found {found}",
+            hint=_HINT,
         )
 
 
@@ -102,6 +98,12 @@ def shard_paths(path: Path, split: SplitInfo) -> list[Path]:
         for number in range(1, split.num_shards + 1)
     )
     return [path.with_name(name) for name in names]
+
+
+def model_stem(path: Path) -> str:
+    """The file's name without its ending, and without what numbers it as a shard."""
+    match = _NAME.fullmatch(path.name)
+    return path.stem if match is None else match["stem"]
 
 
 def _integer(metadata: Metadata, key: str) -> int:

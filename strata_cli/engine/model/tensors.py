@@ -93,7 +93,7 @@ class ModelFile:
 
 
 def load_model_file(path: Path | str) -> ModelFile:
-    """Open a model (the first shard, if there are several) and check that it is whole.
+    """Open a model (by any shard, if there are several) and check that it is whole.
 
     Raises:
         ModelError: the file cannot be used: not GGUF, damaged, another architecture, metadata that
