@@ -1,0 +1,1 @@
+"""Parts of ``tools/synth_model.py``: model files of any size with valid random weights."""
