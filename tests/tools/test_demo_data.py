@@ -17,6 +17,7 @@ from tools.demo_model.tasks.chats import draw_chat
 from tools.demo_model.tasks.drawing import Draw, Turn, is_sound, make_choice, make_claim
 from tools.demo_model.tasks.lookups import draw_find
 from tools.demo_model.tasks.mixture import LOOKUPS, NATURAL, draw_example
+from tools.demo_model.tasks.packages import draw_debtag_claim, draw_debtags
 from tools.demo_model.texts import Document, document_parts
 from tools.demo_model.vocabulary import train_tokenizer
 from tools.demo_model.wordnet import parse_line, split_gloss
@@ -26,7 +27,8 @@ SENTENCE = "The quick brown fox jumps over the lazy dog near the quiet river ban
 
 
 def make_package(name: str, section: str, text: str) -> Package:
-    tags = ["interface::commandline", "works-with::text"]
+    works_with = "audio" if name.endswith(("3", "6", "9")) else "text"
+    tags = ["interface::commandline", f"works-with::{works_with}"]
     return Package(name, name, section, f"synopsis of {name}", [text, f"{SENTENCE} {name}."], tags)
 
 
@@ -133,6 +135,23 @@ def test_answers_are_spread_over_the_labels() -> None:
     claims = [make_claim("?", True, rng) for _ in range(400)]
     assert all(80 < count < 120 for count in Counter(turn.answer for turn in turns).values())
     assert all(160 < count < 240 for count in Counter(turn.options for turn in claims).values())
+
+
+def test_a_claim_about_a_debtag_is_as_often_right_as_wrong() -> None:
+    rng = Random(6)
+    asked, right = Counter[str](), Counter[str]()
+    for _ in range(600):
+        for draw in (draw_debtag_claim, draw_debtags):
+            example = draw(TABLES, rng)
+            for turn in example.turns if example else ():
+                if turn.kind == "yes_no":
+                    asked[turn.text] += 1
+                    right[turn.text] += turn.options[turn.answer] == "Yes"
+    assert set(asked) == {
+        "Does this software work with text?",
+        "Does this software work with audio?",
+    }
+    assert all(0.43 < right[text] / count < 0.57 for text, count in asked.items())
 
 
 def test_rotation_keeps_the_right_option() -> None:

@@ -36,14 +36,15 @@ from tools.demo_model.labels import (
     valence_level,
 )
 from tools.demo_model.tables import Tables, load_tables
-from tools.demo_model.tasks.packages import MIN_TAGGED, draw_debtags, package_state
+from tools.demo_model.tasks.mixture import draw_example
+from tools.demo_model.tasks.packages import MIN_TAGGED, package_state
 from tools.demo_model.tasks.words import word_state
 
 TASKS = (
     "section4", "section10", "wordnet4", "wordnet10", "debtags4", "debtags_yes_no", "unseen_use4",
     "valence",
 )  # fmt: skip
-CLAIM_DRAWS = 40_000  # prompts drawn to see how often Yes is right in training
+CLAIM_DRAWS = 60_000  # prompts of the mixture drawn to see how often Yes is right in training
 CHOICES = {question: facet for facet, (question, _) in FACETS.items()} | {
     HELD_OUT_FACET[1]: HELD_OUT_FACET[0]
 }
@@ -156,8 +157,7 @@ def claims_in_training(train: Tables) -> dict[str, Any]:
     asked: Counter[str] = Counter()
     right: Counter[str] = Counter()
     for _ in range(CLAIM_DRAWS):
-        example = draw_debtags(train, rng)
-        for turn in example.turns if example else ():
+        for turn in draw_example(train, rng, 1.0).turns:
             if turn.text in CLAIMS:
                 asked[turn.text] += 1
                 right[turn.text] += turn.options[turn.answer] == "Yes"

@@ -53,6 +53,7 @@ class Losses(NamedTuple):
     balance: Tensor
     indexer: Tensor
     hits: Tensor  # whether the right label is the likeliest label
+    missed: Tensor  # cross entropy of every answer
 
 
 def make_parameters(config: DemoConfig, seed: int, device: str) -> Parameters:
@@ -192,12 +193,13 @@ class Network:
         mixer = of_prefix(w, "model.hyper_connection_mixer.")
         text, y = self.text_loss(found["x"], ids, batch["weights"], mixer, embedding, self.config)
         before = y[batch["row"], batch["at"] - 1]  # [Q, D]
-        answer, hits = answer_loss(before, embedding, batch)
+        answer, hits, missed = answer_loss(before, embedding, batch)
         options = option_loss(found["option"], w[OPTION_HEAD], batch)
         total = text + part.answer * answer + part.options * options
         total = total + part.balance * found["balance"] + part.router_z * found["router_z"]
         total = total + part.indexer * found["indexer"]
-        return Losses(total, text, answer, options, found["balance"], found["indexer"], hits)
+        balance, indexer = found["balance"], found["indexer"]
+        return Losses(total, text, answer, options, balance, indexer, hits, missed)
 
 
 def label_mask(batch: Mapping[str, Tensor]) -> Tensor:
@@ -208,8 +210,10 @@ def label_mask(batch: Mapping[str, Tensor]) -> Tensor:
 
 def answer_loss(
     before: Tensor, embedding: Tensor, batch: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy of the answer tokens over the whole vocabulary, and the hits.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean cross entropy of the answer tokens over the whole vocabulary, and [Q] each.
+
+    Hits and cross entropies of the single answers, in this order.
 
     Where the label is uncertain, SMOOTHING of the target is spread over all labels.
     """
@@ -221,7 +225,8 @@ def answer_loss(
     loss = -((1 - smooth) * right + smooth * spread)
     best = scores.masked_fill(~real, float("-inf")).argmax(1)
     valid = batch["valid"]
-    return (loss * valid).sum() / valid.sum().clamp_min(1), (best == batch["right"]).float() * valid
+    mean = (loss * valid).sum() / valid.sum().clamp_min(1)
+    return mean, (best == batch["right"]).float() * valid, loss.detach()
 
 
 def option_loss(mean_stream: Tensor, head: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

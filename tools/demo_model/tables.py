@@ -6,7 +6,7 @@ A folder of prepared data holds `documents`, `packages`, `synsets`, `dialogues` 
 
 import json
 import lzma
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -68,6 +68,9 @@ class Tables:
     )  # of every split: hypernyms cross splits
     narrower: dict[str, list[Synset]] = field(default_factory=lambda: defaultdict(list))
     by_source: dict[str, list[Document]] = field(default_factory=lambda: defaultdict(list))
+    claimed: Counter[tuple[str, bool]] = field(
+        default_factory=Counter
+    )  # of debtags, in addition to other questions: how often so far, rightly and wrongly
 
     def index(self) -> None:
         """Fill the indexes from the records."""

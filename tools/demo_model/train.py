@@ -7,6 +7,7 @@ config.json), `log.jsonl` and `metrics.json`. The schedule follows the clock, so
 in time; it is not reproducible bit for bit.
 """
 
+import shutil
 import time
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def main(
     """Train on the prepared data in DATA; results go to OUTPUT."""
     started = time.monotonic()
     output.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(data / "tokenizer.json", output / "tokenizer.json")  # the export needs it
     answers = 16 * (short + long)
     plan = FeedPlan(length=length, short=short, long=long, workers=workers, max_answers=answers)
     # The feeder forks, so it starts before torch has threads or an accelerator.

@@ -30,7 +30,7 @@ WARM_UP_STEPS = 60
 FLAT_UNTIL, LAST_FACTOR = 0.5, 0.03  # of the learning rates
 SPARSE_FROM = 0.6  # from here on attention reads only the blocks that the indexer chooses
 QUANTIZED_FROM = 0.88  # from here on experts and n-gram table are seen as Q4_0 stores them
-CHECKPOINT_AT = 0.75  # a first checkpoint, in case the end is never reached
+CHECKPOINTS_AT = (0.75, 0.95)  # earlier checkpoints, in case the end is never reached
 CLOSING_S = 25.0  # kept back for the last checkpoint and the evaluation
 LOG_STEPS = 25
 PROFILED_STEP, SPEED_STEP = 30, 120  # when the time of two steps is taken apart, and judged
@@ -103,6 +103,8 @@ class Run:
         self.optimizer = Optimizer(self.parameters)
         self.log = (output / "log.jsonl").open("w")
         self.tokens = 0
+        # Since the last line of the log: families of the answers, their hits and losses.
+        self.answered: list[tuple[list[str], Tensor, Tensor]] = []
 
     def elapsed(self) -> float:
         """Return the seconds since the command started."""
@@ -145,14 +147,29 @@ class Run:
         norm = self.optimizer.clip()
         self.optimizer.step(rate_factor(step, progress))
         self.tokens += batch.ids.size
+        self.answered.append((batch.kinds, losses.hits.detach(), losses.missed))
         return losses, norm
+
+    def by_family(self) -> dict[str, tuple[float, float, int]]:
+        """Return mean loss, share of hits and number of answers of every family; starts anew."""
+        found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        values = torch.stack([torch.stack(both) for _, *both in self.answered]).tolist()
+        for (kinds, _, _), (hits, missed) in zip(self.answered, values, strict=True):
+            for kind, hit, loss in zip(kinds, hits, missed, strict=False):
+                found[kind].append((loss, hit))
+        self.answered.clear()
+        return {
+            kind: (round(loss / len(own), 3), round(hit / len(own), 3), len(own))
+            for kind, own in sorted(found.items())
+            for loss, hit in [(sum(one[0] for one in own), sum(one[1] for one in own))]
+        }
 
     def train(self, feed: Feed) -> None:
         """Step until only the closing time is left."""
         self.warm_up(feed)
         begin = self.elapsed()
         end = self.plan.seconds - CLOSING_S
-        step, saved = 0, False
+        step, saved = 0, 0
         marks = (begin, self.tokens)
         while (progress := (self.elapsed() - begin) / max(1.0, end - begin)) < 1:
             feed.progress.value = progress
@@ -160,9 +177,9 @@ class Run:
             losses, norm = self.step(batch, step, progress)
             if step % LOG_STEPS == 0:
                 marks = self.report(step, progress, batch, losses, norm, marks)
-            if progress > CHECKPOINT_AT and not saved:
+            if saved < len(CHECKPOINTS_AT) and progress > CHECKPOINTS_AT[saved]:
                 self.save()
-                saved = True
+                saved += 1
             step += 1
             if step == PROFILED_STEP and self.plan.device == "cuda":
                 self.profile(feed, step, progress)
@@ -213,7 +230,7 @@ class Run:
     ) -> tuple[float, int]:  # fmt: skip
         """Log a step; returns the marks from which the next speed is counted."""
         values = {
-            k: round(float(v.detach()), 4) for k, v in losses._asdict().items() if k != "hits"
+            k: round(float(v.detach()), 4) for k, v in losses._asdict().items() if v.ndim == 0
         }
         hits = float(losses.hits.sum()) / max(1.0, float(batch.valid.sum()))
         now = self.elapsed()
@@ -222,7 +239,7 @@ class Run:
         self.write(
             step=step, progress=round(progress, 4), **values, hits=round(hits, 3),
             norm=round(float(norm), 3), tokens=self.tokens, per_s=round(speed),
-            gb=round(memory, 1),
+            gb=round(memory, 1), families=self.by_family(),
         )  # fmt: skip
         return now, self.tokens
 

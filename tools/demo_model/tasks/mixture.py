@@ -13,6 +13,7 @@ from tools.demo_model.tasks.lookups import (
     draw_rating,
 )
 from tools.demo_model.tasks.packages import (
+    draw_debtag_claim,
     draw_debtags,
     draw_section,
     draw_section_claim,
@@ -22,8 +23,8 @@ from tools.demo_model.tasks.passages import draw_heading, draw_invented, draw_ne
 from tools.demo_model.tasks.words import (
     draw_category,
     draw_definition,
-    draw_hypernym,
     draw_kind_claim,
+    draw_kinds,
     draw_relation,
     draw_valence,
 )
@@ -37,20 +38,21 @@ LOOKUPS: tuple[tuple[Draw, float], ...] = (
     (draw_catalog, 3),
 )
 NATURAL: tuple[tuple[Draw, float], ...] = (
-    (draw_section, 17),
-    (draw_section_claim, 5),
-    (draw_debtags, 15),
+    (draw_section, 16),
+    (draw_section_claim, 4),
+    (draw_debtags, 12),
+    (draw_debtag_claim, 12),
     (draw_category, 12),
-    (draw_definition, 12),
-    (draw_hypernym, 9),
-    (draw_kind_claim, 4),
-    (draw_relation, 5),
-    (draw_synopsis, 6),
-    (draw_heading, 5),
+    (draw_definition, 9),
+    (draw_kinds, 13),
+    (draw_kind_claim, 5),
+    (draw_relation, 4),
+    (draw_synopsis, 4),
+    (draw_heading, 4),
     (draw_next, 3),
-    (draw_topic, 3),
-    (draw_invented, 3),
-    (draw_valence, 4),
+    (draw_topic, 2),
+    (draw_invented, 1),
+    (draw_valence, 5),
 )
 
 

@@ -1,6 +1,6 @@
 """Decisions about Debian packages: sections, debtags, and the short line that fits."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from random import Random
 
 from tools.demo_model.debian import Package
@@ -27,6 +27,7 @@ from tools.demo_model.tasks.drawing import (
 )
 
 MIN_TAGGED = 12  # packages that a tag must have before prompts ask for it
+CLAIM_TRIES = 3  # debtags looked at for a claim about a given package
 
 
 def package_state(package: Package, rng: Random | None = None) -> str:
@@ -86,10 +87,7 @@ def facet_values(tables: Tables, facet: str) -> list[str]:
     return [
         tag
         for tag, packages in tables.by_tag.items()
-        if tag.startswith(facet + "::")
-        and len(packages) >= MIN_TAGGED
-        and tag_label(tag)
-        and not tag.endswith("TODO")
+        if tag.startswith(facet + "::") and len(packages) >= MIN_TAGGED and is_worded(tag)
     ]
 
 
@@ -108,18 +106,52 @@ def facet_turn(tables: Tables, package: Package, rng: Random) -> Turn | None:
     return make_choice(FACETS[facet][0], tag_label(tag), wrong, rng) if wrong else None
 
 
+def claim_weights(tables: Tables, facets: Container[str]) -> dict[str, float]:
+    """Return how often the debtags of some facets are claimed.
+
+    Without those that too few packages have, or too few of the facet lack.
+    """
+    weights = {}
+    for tag in tables.by_tag:
+        least = min(owners(tables, tag))
+        if least >= MIN_TAGGED and tag.split("::")[0] in facets and is_worded(tag):
+            weights[tag] = float(least**0.5)
+    return weights
+
+
+def is_worded(tag: str) -> bool:
+    """Whether a debtag says something, not that its value is still to be given."""
+    return bool(tag_label(tag)) and not tag.endswith("TODO")
+
+
+def owners(tables: Tables, tag: str) -> tuple[int, int]:
+    """Return how many packages have a debtag, and how many only have others of its facet."""
+    having = len(tables.by_tag[tag])
+    return having, len(tables.by_facet[tag.split("::")[0]]) - having
+
+
+def tag_claim(tag: str, package: Package, rng: Random) -> Turn:
+    """Ask whether a package has a debtag."""
+    text = FACETS[tag.split("::")[0]][1].format(tag_label(tag))
+    return make_claim(text, tag in package.tags, rng)
+
+
 def facet_claim(tables: Tables, package: Package, rng: Random) -> Turn | None:
-    """Ask whether a package has a debtag; only facets count that the package has at all."""
-    facets = sorted({tag.split("::")[0] for tag in package.tags} & set(FACETS))
-    if not facets:
+    """Ask whether a package has a debtag; only facets count that the package has at all.
+
+    Takes only what has been claimed less often than its opposite, so that the question alone does
+    not tell the answer, whatever packages claims are added to.
+    """
+    facets = {tag.split("::")[0] for tag in package.tags} & set(FACETS)
+    weights = claim_weights(tables, facets)
+    if not weights:
         return None
-    facet = rng.choice(facets)
-    values = facet_values(tables, facet)
-    holds = rng.random() < 0.5
-    fitting = [tag for tag in values if (tag in package.tags) == holds]
-    if not fitting:
-        return None
-    return make_claim(FACETS[facet][1].format(tag_label(rng.choice(fitting))), holds, rng)
+    for tag in rng.choices(list(weights), list(weights.values()), k=CLAIM_TRIES):
+        holds = tag in package.tags
+        if tables.claimed[tag, holds] <= tables.claimed[tag, not holds]:
+            tables.claimed[tag, holds] += 1
+            return tag_claim(tag, package, rng)
+    return None
 
 
 def draw_section(tables: Tables, rng: Random) -> Example | None:
@@ -143,14 +175,33 @@ def draw_section_claim(tables: Tables, rng: Random) -> Example | None:
 
 
 def draw_debtags(tables: Tables, rng: Random) -> Example | None:
-    """Draw debtag questions about one package: choices and claims."""
+    """Draw debtag questions about one package: mostly choices, some claims."""
     facet = rng.choice([name for name in FACETS if tables.by_facet.get(name)])
     package = rng.choice(tables.by_facet[facet])
     turns: list[Turn | None] = []
     for _ in range(rng.choice((1, 1, 2, 3, 4))):
-        make = facet_turn if rng.random() < 0.45 else facet_claim
+        make = facet_turn if rng.random() < 0.75 else facet_claim
         turns.append(make(tables, package, rng))
     return example("debtags", package, turns, rng)
+
+
+def draw_debtag_claim(tables: Tables, rng: Random) -> Example | None:
+    """Draw a claim about a debtag, then a package that has or lacks it; more claims may follow.
+
+    The question comes first, so Yes and No are equally often right for every single question.
+    """
+    weights = claim_weights(tables, FACETS)
+    if not weights:
+        return None
+    (tag,) = rng.choices(list(weights), list(weights.values()))
+    package = rng.choice(tables.by_tag[tag])
+    if rng.random() < 0.5:
+        while tag in package.tags:
+            package = rng.choice(tables.by_facet[tag.split("::")[0]])
+    turns: list[Turn | None] = [tag_claim(tag, package, rng)]
+    while rng.random() < 0.5 and len(turns) < 4:
+        turns.append(facet_claim(tables, package, rng))
+    return example("debtag_claim", package, turns, rng)
 
 
 def draw_synopsis(tables: Tables, rng: Random) -> Example | None:
@@ -170,6 +221,10 @@ def draw_synopsis(tables: Tables, rng: Random) -> Example | None:
 
 
 def example(kind: str, package: Package, turns: list[Turn | None], rng: Random) -> Example | None:
-    """Build an example of the turns that could be drawn."""
-    found = tuple(turn for turn in turns if turn is not None)
-    return Example(kind, package_state(package, rng), found) if found else None
+    """Build an example of the turns that could be drawn, no claim twice."""
+    found: list[Turn] = []
+    for turn in turns:
+        claimed = {own.text for own in found if own.kind == "yes_no"}
+        if turn is not None and turn.text not in claimed:
+            found.append(turn)
+    return Example(kind, package_state(package, rng), tuple(found)) if found else None

@@ -11,7 +11,7 @@ from tools.demo_model.labels import (
     VALENCE_LEVELS,
     valence_level,
 )
-from tools.demo_model.tables import Tables
+from tools.demo_model.tables import Tables, ValenceWord
 from tools.demo_model.tasks.drawing import (
     Example,
     Turn,
@@ -100,12 +100,10 @@ def ancestors(tables: Tables, synset: Synset, levels: int = 3) -> list[Synset]:
     return found
 
 
-def draw_hypernym(tables: Tables, rng: Random) -> Example | None:
-    """Ask for the kind of a thing: its hypernym among those of other senses."""
-    synset = draw_sense(tables, rng)
-    above = ancestors(tables, synset, 2)
-    if not above:
-        return None
+def kind_turn(
+    tables: Tables, synset: Synset, above: Sequence[Synset], rng: Random
+) -> tuple[Turn, Synset, list[str]] | None:
+    """Ask for the kind of a thing; returns also the right kind and the wrong ones."""
     right = rng.choice(above)
     pool = tables.by_category[synset.category] if rng.random() < 0.4 else tables.synsets
     wrong = []
@@ -117,12 +115,35 @@ def draw_hypernym(tables: Tables, rng: Random) -> Example | None:
     wrong = some(wrong, option_count(rng) - 1, rng)
     if not wrong:
         return None
-    turns = [make_choice(wording(KIND_QUESTIONS, rng), right.lemmas[0], wrong, rng)]
+    turn = make_choice(wording(KIND_QUESTIONS, rng), right.lemmas[0], wrong, rng)
+    return turn, right, wrong
+
+
+def draw_hypernym(tables: Tables, rng: Random) -> Example | None:
+    """Ask for the kind of a thing: its hypernym among those of other senses."""
+    synset = draw_sense(tables, rng)
+    above = ancestors(tables, synset, 2)
+    asked = kind_turn(tables, synset, above, rng) if above else None
+    if asked is None:
+        return None
+    turn, right, wrong = asked
+    turns = [turn]
     if rng.random() < 0.4:
         holds = rng.random() < 0.5
         label = right.lemmas[0] if holds else rng.choice(wrong)
         turns.append(make_claim(f"Is this a kind of {label}?", holds, rng))
     return Example("hypernym", word_state(synset, rng), tuple(turns))
+
+
+def draw_kinds(tables: Tables, rng: Random) -> Example | None:
+    """Ask for the kind of a thing up to three times, each time among other options."""
+    synset = draw_sense(tables, rng)
+    above = ancestors(tables, synset, 2)
+    if not above:
+        return None
+    asked = [kind_turn(tables, synset, above, rng) for _ in range(rng.choice((1, 2, 2, 3)))]
+    turns = tuple(one[0] for one in asked if one is not None)
+    return Example("hypernym", word_state(synset, rng), turns) if turns else None
 
 
 def draw_kind_claim(tables: Tables, rng: Random) -> Example | None:
@@ -200,16 +221,36 @@ def draw_relation(tables: Tables, rng: Random) -> Example | None:
 
 
 def draw_valence(tables: Tables, rng: Random) -> Example | None:
-    """Ask how positive a word is, as a level or as a claim."""
-    word = rng.choice(tables.valence)
-    level = valence_level(word.rating)
-    if rng.random() < 0.6:
-        turn = valence_turn(level)
-    else:
+    """Ask how positive a word is, as a level or a claim, or which of some words is most positive.
+
+    All levels come equally often, though words of strong feeling are rare.
+    """
+    levels = by_level(tables.valence)
+    level = rng.choice(list(levels))
+    word = rng.choice(levels[level])
+    kind = rng.random()
+    if kind < 0.6:
+        return Example("valence", word.word, (valence_turn(level),))
+    if kind < 0.75:
         holds = rng.random() < 0.5
         positive = holds == (word.rating > 0)
-        turn = make_claim(f"Is this word {'positive' if positive else 'negative'}?", holds, rng)
-    return Example("valence", word.word, (turn,))
+        text = f"Is this word {'positive' if positive else 'negative'}?"
+        return Example("valence", word.word, (make_claim(text, holds, rng),))
+    most = rng.random() < 0.5
+    words = [rng.choice(levels[other]) for other in some(list(levels), 4, rng)]
+    words.sort(key=lambda other: other.rating, reverse=most)
+    text = f"Which word is the most {'positive' if most else 'negative'}?"
+    names = [other.word for other in words]
+    state = ", ".join(rng.sample(names, len(names)))
+    return Example("valence", state, (make_choice(text, names[0], names[1:], rng),))
+
+
+def by_level(words: Sequence[ValenceWord]) -> dict[int, list[ValenceWord]]:
+    """Sort words by their level."""
+    levels: dict[int, list[ValenceWord]] = {}
+    for word in words:
+        levels.setdefault(valence_level(word.rating), []).append(word)
+    return levels
 
 
 def valence_turn(level: int) -> Turn:
