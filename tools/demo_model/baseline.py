@@ -170,9 +170,15 @@ def claims_in_training(train: Tables) -> dict[str, Any]:
 @click.command()
 @click.argument("data", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
-def main(data: Path, output: Path) -> None:
+@click.option("--claims", "only_claims", is_flag=True, help="Only count answers in training anew.")
+def main(data: Path, output: Path, only_claims: bool) -> None:
     """Measure the classifiers on the prepared data in DATA; figures go to OUTPUT."""
     train, test, valid = load_tables(data, "train", "test", "valid")
+    if only_claims:
+        values = json.loads(output.read_text("utf-8"))
+        values["claims_in_training"] = claims_in_training(train)
+        output.write_text(json.dumps(values, indent=1) + "\n", "utf-8")
+        return
     makers = {"section": section_model, "wordnet": category_model, "valence": valence_model}
     models: dict[str, LabelModel] = {}
     found: dict[str, Any] = {}

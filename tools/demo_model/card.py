@@ -81,8 +81,13 @@ def share(value: float | None) -> str:
 
 
 def accuracy_table(figures: Figures) -> str:
-    """Accuracy of every task beside chance, linear baseline, training and the earlier weights."""
+    """Accuracy of every task beside chance, linear baseline, training and earlier weights.
+
+    Where `earlier.json` knows weights that were replaced since (`replaced`: task -> accuracy), they
+    get a column of their own.
+    """
     rows = []
+    replaced = figures.earlier.get("replaced")
     for name, (text, chance) in TASKS.items():
         found = figures.engine["tasks"][name]
         linear = figures.linear["tasks"].get(name, {}).get("accuracy")
@@ -99,11 +104,12 @@ def accuracy_table(figures: Figures) -> str:
                 share(linear),
                 "-" if trained is None else f"{share(trained)} ({count})",
                 share(figures.earlier["tasks"].get(name, [None])[0]),
+                *([share(replaced[name])] if replaced else []),
             ]
         )
     header = (
         "Task", "Raw", "Averaged", "Prompts", "Chance", "Linear", "In training (prompts)",
-        "Earlier",
+        "Earlier", *(["Replaced"] if replaced else []),
     )  # fmt: skip
     return table(header, rows)
 
