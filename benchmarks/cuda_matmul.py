@@ -1,7 +1,7 @@
 """Matrix products on a GPU: right for every type, and their share of memory and tensor-core rates.
 
     PYTHONPATH=. python benchmarks/cuda_matmul.py [check few layer host many grouped variants \
-        compare] [--types published|all|Q8_0,...] [--json FILE]
+        compare profile] [--types published|all|Q8_0,...] [--json FILE]
 
 Limits are measured in the same run: reading memory with a plain kernel, torch's bfloat16 product.
 Launches are replayed as a graph over so many copies of a matrix that the L2 cache holds none of
@@ -547,6 +547,23 @@ def experts_launch(
     launch_plan(bench, plan, (), x, half, blobs, row_of, start, out, *numbers)
 
 
+def profile(bench: Bench) -> None:
+    """One launch of some prompt products, for a profiler to look at."""
+    tokens, cols, rows = PROMPTS[0]
+    x, out = bench.normal(tokens, cols), empty(bench.device, (tokens, rows))
+    half = rounded(bench, x)
+    for qtype in TILED:
+        weight = weights_of(bench, qtype, rows, cols, 1)[0]
+        many_launch(bench, x, half, weight, out, None)
+    cols, rows = EXPERTS[0]
+    out, (row_of, start) = empty(bench.device, (tokens * TOP_K, rows)), routing(bench, tokens, False)
+    layout = WeightLayout(Q.IQ3_XXS, rows, cols, 0)
+    data = repeated_rows(bench, layout.qtype, rows, cols, NUM_EXPERTS)
+    blobs = bench.tensor(data.address + layout.nbytes * np.arange(NUM_EXPERTS, dtype=np.int64))
+    experts_launch(bench, x, half, blobs, layout, row_of, start, out, None)
+    bench.stream.synchronize()
+
+
 # -- variants -------------------------------------------------------------------------------------
 
 
@@ -736,6 +753,8 @@ def run(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> None:
         host(bench, (Q.IQ3_XXS, Q.IQ4_NL, Q.Q8_0))
     if "compare" in parts:
         run_compare(bench, limit)
+    if "profile" in parts:
+        profile(bench)
     if not {"many", "grouped", "variants"} & set(parts):
         return
     rate = torch_rate(bench, ((8192, 8192, 8192), *PROMPTS))
