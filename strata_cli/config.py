@@ -14,16 +14,20 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar, cast
 
-from strata_cli.errors import ConfigError
+from strata_cli.errors import ConfigError, path_text, quoted
 from strata_cli.parsers import (
+    LARGEST_BYTES,
     Parser,
+    UnusableError,
     auto_or_boolean,
     auto_or_bytes,
     auto_or_count,
+    auto_or_threads,
     boolean,
     choice,
     device_name,
     embedded_or_path,
+    file_path,
     number,
     whole_number,
 )
@@ -32,6 +36,9 @@ T = TypeVar("T")
 
 PREFIX = "STRATA_"
 TEST_PREFIX = "STRATA_TEST_"  # what the tests are told, not the engine
+
+LARGEST_FILE_BYTES = 1 << 20
+LONGEST_NAME = 64  # a name is not compared with the real ones beyond that
 
 
 def setting(default: T, help: str, *, parse: Parser[T]) -> T:
@@ -58,7 +65,7 @@ class StrataConfig:
     threads: int = setting(
         0,
         "Threads that compute on the host; auto is one per core.",
-        parse=auto_or_count,
+        parse=auto_or_threads,
     )
     vram_bytes: int = setting(
         0,
@@ -67,8 +74,8 @@ class StrataConfig:
     )
     vram_reserve_mib: int = setting(
         700,
-        "Free device memory that auto leaves to others, in MiB.",
-        parse=whole_number(0),
+        "Free device memory that auto leaves to others, in MiB; 0 leaves none.",
+        parse=whole_number(0, LARGEST_BYTES >> 20),
     )
     max_context: int = setting(
         0,
@@ -92,14 +99,18 @@ class StrataConfig:
         0, "Sample among the K most likely tokens; 0 keeps all.", parse=whole_number(0)
     )
     top_p: float = setting(
-        1.0, "Sample among the most likely tokens that hold this share.", parse=number(0, 1)
+        1.0,
+        "Sample among the most likely tokens that hold this share; 0 keeps the likeliest alone.",
+        parse=number(0, 1),
     )
     min_p: float = setting(
-        0.0, "Drop tokens below this share of the most likely one.", parse=number(0, 1)
+        0.0,
+        "Drop tokens below this share of the most likely one; 0 drops none.",
+        parse=number(0, 1),
     )
     seed: int = setting(
         0,
-        "Seed of the sampler; the same seed gives the same text.",
+        "Seed of the sampler, 0 like any other; the same seed gives the same text.",
         parse=whole_number(0, 2**64 - 1),
     )
     state_hash: bool = setting(
@@ -136,7 +147,7 @@ class StrataConfig:
                 read or has an unknown key.
         """
         file = _find("config", flags, environ, {})
-        table = {} if file is None else read_config_file(Path(file.value))
+        table = {} if file is None else read_config_file(_config_path(file))
         values = {}
         for spec in fields(cls):
             given = _find(spec.name, flags, environ, table)
@@ -174,6 +185,8 @@ def field_names() -> tuple[str, ...]:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that looks most like the given one, if any does."""
+    if len(name) > LONGEST_NAME:
+        return None
     matches = difflib.get_close_matches(name, list(known), n=1)
     return matches[0] if matches else None
 
@@ -200,25 +213,72 @@ def read_config_file(path: Path) -> dict[str, Given]:
     Raises:
         ConfigError: the file cannot be read, is not TOML, or has a key that is no setting.
     """
-    try:
-        with path.open("rb") as file:
-            table = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
-    except ValueError as error:  # not TOML, or not UTF-8
-        raise ConfigError(f"the config file {path} is not valid TOML: {error}") from error
+    table = _read_toml(path)
     for key, value in table.items():
         if key not in field_names():
             raise _unknown_key(key, path)
         if not isinstance(value, str | int | float):
-            raise ConfigError(f"{key} in {path} must be one plain value, got {value!r}")
-    return {key: Given(f"{key} in {path}", value) for key, value in table.items()}
+            kinds = {"dict": "a table", "list": "a list"}
+            found = kinds.get(type(value).__name__, "a date or time")
+            raise ConfigError(
+                f"{key} in {path_text(path)} must be one plain value, got {found}",
+                hint=f"write it as one line: {key} = ..., with text in quotes",
+            )
+    return {key: Given(f"{key} in {path_text(path)}", value) for key, value in table.items()}
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    shown = path_text(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the config file {shown}: {error.strerror}",
+            hint="check the path that --config or STRATA_CONFIG gives",
+        ) from error
+    if len(data) > LARGEST_FILE_BYTES:
+        raise ConfigError(
+            f"the config file {shown} has more than {LARGEST_FILE_BYTES} bytes",
+            hint="it holds settings alone, one a line, such as: threads = 4",
+        )
+    try:
+        return tomllib.loads(data.decode())
+    except RecursionError:
+        raise _not_toml(shown, "nested too deeply") from None
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise _not_toml(shown, _cut(str(error))) from error
+
+
+def _not_toml(shown: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"the config file {shown} is not valid TOML: {problem}",
+        hint='settings stand one a line, such as: threads = 4, or device = "host"',
+    )
+
+
+def _cut(problem: str) -> str:
+    return problem if len(problem) <= 200 else f"{problem[:200]}…"
 
 
 def _unknown_key(key: str, path: Path) -> ConfigError:
     close = nearest(key, field_names())
     hint = f"did you mean {close}?" if close else f"known keys: {', '.join(field_names())}"
-    return ConfigError(f"unknown key {key} in {path}", hint=hint)
+    shown = key if key.isprintable() and len(key) <= LONGEST_NAME else quoted(key)
+    return ConfigError(f"unknown key {shown} in {path_text(path)}", hint=hint)
+
+
+def _config_path(given: Given) -> Path:
+    text = _as_text(given.value)
+    try:
+        return file_path(text)
+    except UnusableError as error:
+        raise _unusable(given, error) from None
+    except ValueError:
+        raise ConfigError(
+            f"{given.origin} must be {file_path.expected}, got {quoted(text)}",
+            hint="give the path of a TOML file, or leave it out",
+        ) from None
 
 
 def _find(
@@ -232,12 +292,28 @@ def _find(
 
 
 def _parse(given: Given, spec: Field[Any]) -> Any:
-    parse = parser_of(spec)
+    parse, text = parser_of(spec), _as_text(given.value)
     try:
-        # TOML and switches bring typed values; as text they go through the same parser.
-        return parse(str(given.value))
+        if isinstance(given.value, bool) and not parse.is_switch:
+            raise ValueError("a boolean for a setting that is no switch")
+        return parse(text)
+    except UnusableError as error:
+        raise _unusable(given, error) from None
     except ValueError as error:
         raise ConfigError(
-            f"{given.origin} must be {parse.expected}, got {str(given.value)!r}",
+            f"{given.origin} must be {parse.expected}, got {quoted(text)}",
             hint=f"leave it out for the default, {parse.show(spec.default)}",
         ) from error
+
+
+def _unusable(given: Given, error: UnusableError) -> ConfigError:
+    return ConfigError(
+        f"{given.origin} {error.problem}: {quoted(_as_text(given.value))}", hint=error.hint
+    )
+
+
+def _as_text(value: Any) -> str:
+    """TOML and switches bring typed values; as text they go through the same parser."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return hex(value)  # Python refuses to write very large numbers in decimal
+    return str(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-LONGEST_VALUE, LONGEST_PATH = 60, 160
+LONGEST_VALUE, LONGEST_PATH = 60, 200
 
 
 class StrataError(Exception):
@@ -76,3 +76,7 @@ def path_text(path: Path) -> str:
         return shown
     half = LONGEST_PATH // 2
     return f"{shown[:half]}…{shown[-half:]} ({len(text)} characters)"
+
+
+class StallError(StrataError):
+    """Nothing moved for the watchdog's time; the message says who waited for what."""

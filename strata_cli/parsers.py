@@ -1,4 +1,8 @@
-"""How settings are written: one small parser per form, each of which can say what it expects."""
+"""How settings are written: one small parser per form, each of which can say what it expects.
+
+Numbers are plain ASCII decimals. Python's int() and float() also take "1_0", " 1", "+1" and the
+digits of other scripts, which are typing errors more often than wishes.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,26 @@ from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 W = TypeVar("W")
+
+LARGEST_COUNT = 2**31 - 1  # positions and token ids are int32
+LARGEST_BYTES = 1 << 50
+
+_WHOLE = re.compile(r"[0-9]{1,20}")
+_DECIMAL = re.compile(r"([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][-+]?[0-9]{1,3})?")
+
+
+class UnusableError(ValueError):
+    """A text of the right form that cannot be used here.
+
+    Attributes:
+        problem: what is wrong with it; stands where "must be ..." would.
+        hint: what to try.
+    """
+
+    def __init__(self, problem: str, hint: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.hint = hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +62,15 @@ class Parser(Generic[T]):
         """The value that the text stands for; ValueError when it is not of this form."""
         value = self.convert(text)
         if not self.accepts(value):
-            raise ValueError(f"{text!r} is not {self.expected}")
+            raise ValueError(f"not {self.expected}")
         return value
 
 
 def or_word(word: str, meaning: W, parse: Parser[T]) -> Parser[T | W]:
-    """The parser's values, and one word that stands for a value of its own."""
+    """The parser's values, and one word that stands for a value of its own.
+
+    The word is the only spelling of that value: "0" is no other way to write "auto".
+    """
 
     def accepts(value: T | W) -> bool:
         return value == meaning or parse.accepts(cast(T, value))
@@ -54,42 +81,62 @@ def or_word(word: str, meaning: W, parse: Parser[T]) -> Parser[T | W]:
     return Parser(
         expected=f"{word} or {parse.expected}",
         metavar=f"{word}|{parse.metavar}",
-        convert=lambda text: meaning if text == word else parse.convert(text),
+        convert=lambda text: meaning if text == word else parse(text),
         accepts=accepts,
         show=show,
         is_switch=parse.is_switch,
     )
 
 
-def whole_number(minimum: int, maximum: int | None = None) -> Parser[int]:
-    """A whole number in a closed range."""
+def whole_number(minimum: int, maximum: int = LARGEST_COUNT) -> Parser[int]:
+    """A whole number in a closed range of numbers that are not negative."""
     return Parser(
         expected=f"a whole number {_range(minimum, maximum)}",
         metavar="N",
-        convert=int,
-        accepts=lambda value: value >= minimum and (maximum is None or value <= maximum),
+        convert=to_int,
+        accepts=lambda value: minimum <= value <= maximum,
     )
 
 
+def to_int(text: str) -> int:
+    """The number that ASCII digits alone stand for.
+
+    Raises:
+        ValueError: the text is anything else, or has more digits than any setting takes.
+    """
+    if _WHOLE.fullmatch(text) is None:
+        raise ValueError("not a whole number")
+    return int(text)
+
+
 def number(minimum: float, maximum: float | None = None) -> Parser[float]:
-    """A finite number in a closed range."""
+    """A finite number in a closed range of numbers that are not negative."""
     limit = math.inf if maximum is None else maximum
     return Parser(
         expected=f"a number {_range(minimum, maximum)}",
         metavar="X",
-        convert=float,
+        convert=_to_float,
         accepts=lambda value: math.isfinite(value) and minimum <= value <= limit,
         show=lambda value: f"{value:g}",
     )
 
 
+def _to_float(text: str) -> float:
+    if _DECIMAL.fullmatch(text) is None:
+        raise ValueError("not a decimal number")
+    return float(text)
+
+
 def byte_size(minimum: int) -> Parser[int]:
     """A number of bytes, as it is or with a unit: 800MiB, 12GiB, 24GB."""
     return Parser(
-        expected=f"a size such as 800MiB, 12GiB or 24GB, from {show_bytes(minimum)}",
+        expected=(
+            f"a size such as 800MiB, 12GiB or 24GB, "
+            f"from {show_bytes(minimum)} to {show_bytes(LARGEST_BYTES)}"
+        ),
         metavar="SIZE",
         convert=_to_bytes,
-        accepts=lambda value: value >= minimum,
+        accepts=lambda value: minimum <= value <= LARGEST_BYTES,
         show=show_bytes,
     )
 
@@ -109,7 +156,7 @@ def _range(minimum: float, maximum: float | None) -> str:
 
 
 _UNITS = {
-    "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10,
+    "PiB": 1 << 50, "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10,
     "TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1,
 }  # fmt: skip
 
@@ -123,27 +170,35 @@ def show_bytes(nbytes: int) -> str:
 
 
 def _to_bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", text)
     if match is None:
-        raise ValueError(f"{text!r} is not a number of bytes")
+        raise ValueError("not a number of bytes")
     units = {unit.lower(): factor for unit, factor in _UNITS.items()} | {"": 1}
     factor = units.get(match[2].lower())
     if factor is None:
-        raise ValueError(f"{match[2]!r} is no unit of bytes")
+        raise ValueError("no unit of bytes")
     return int(Fraction(match[1]) * factor)
 
 
 def _to_bool(text: str) -> bool:
     words = {"0": False, "false": False, "1": True, "true": True}
     if text.lower() not in words:
-        raise ValueError(f"{text!r} is neither 0 nor 1")
+        raise ValueError("neither 0 nor 1")
     return words[text.lower()]
 
 
 def _to_path(text: str) -> Path:
     if not text:
         raise ValueError("an empty path")
-    return Path(text).expanduser()
+    if "\0" in text:
+        raise UnusableError("has a NUL character, which no path can have", "check the path")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise UnusableError(
+            "starts with ~, but that user has no home folder here",
+            "write the whole path, or ./~ for a file whose name begins with ~",
+        ) from None
 
 
 boolean: Parser[bool] = Parser(
@@ -163,10 +218,11 @@ device_name: Parser[str] = Parser(
     expected="auto, host or cuda:N",
     metavar="auto|host|cuda:N",
     convert=str,
-    accepts=lambda value: re.fullmatch(r"auto|host|cuda:[0-9]+", value) is not None,
+    accepts=lambda value: re.fullmatch(r"auto|host|cuda:[0-9]{1,4}", value) is not None,
 )
 
 auto_or_count = or_word("auto", 0, whole_number(1))
+auto_or_threads = or_word("auto", 0, whole_number(1, 1024))
 auto_or_bytes = or_word("auto", 0, byte_size(1 << 20))
 auto_or_boolean = or_word("auto", None, boolean)
 embedded_or_path = or_word("embedded", None, file_path)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from strata_cli.config import StrataConfig, field_names, parser_of, unknown_vari
 from strata_cli.errors import ConfigError
 
 DEFAULTS = StrataConfig()
+SIZES = "auto or a size such as 800MiB, 12GiB or 24GB, from 1MiB to 1PiB"
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def test_every_default_has_a_spelling_that_gives_it_back(name: str) -> None:
     ("name", "text", "value"),
     [
         ("threads", "auto", 0),
-        ("threads", "0", 0),
+        ("threads", "1024", 1024),
         ("max_context", "4096", 4096),
         ("model", "embedded", None),
         ("model", "a/b.gguf", Path("a/b.gguf")),
@@ -72,9 +74,19 @@ def test_text_becomes_a_typed_value(name: str, text: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("threads", "many", "auto or a whole number from 1"),
-        ("prefill", "-64", "auto or a whole number from 1"),
-        ("max_context", "4k", "auto or a whole number from 1"),
+        ("threads", "many", "auto or a whole number from 1 to 1024"),
+        ("threads", "0", "auto or a whole number from 1 to 1024"),
+        ("threads", "100000", "auto or a whole number from 1 to 1024"),
+        ("threads", "99999999999", "auto or a whole number from 1 to 1024"),
+        ("prefill", "-64", "auto or a whole number from 1 to 2147483647"),
+        ("prefill", "0", "auto or a whole number from 1 to 2147483647"),
+        ("max_context", "4k", "auto or a whole number from 1 to 2147483647"),
+        ("max_context", "0", "auto or a whole number from 1 to 2147483647"),
+        ("vram_bytes", "0", SIZES),
+        ("vram_bytes", "1025TiB", SIZES),
+        ("vram_bytes", " 1GiB", SIZES),
+        ("vram_bytes", "٣GiB", SIZES),
+        ("vram_reserve_mib", "1073741825", "a whole number from 0 to 1073741824"),
         ("device", "cuda", "auto, host or cuda:N"),
         ("device", "cuda:1x", "auto, host or cuda:N"),
         ("model", "", "embedded or the path of a file"),
@@ -84,7 +96,18 @@ def test_text_becomes_a_typed_value(name: str, text: str, value: Any) -> None:
         ("temperature", "nan", "a number from 0"),
         ("temperature", "inf", "a number from 0"),
         ("top_p", "1.01", "a number from 0 to 1"),
-        ("top_k", "1.5", "a whole number from 0"),
+        ("temperature", "1_0", "a number from 0"),
+        ("temperature", "٣", "a number from 0"),
+        ("temperature", "+1", "a number from 0"),
+        ("temperature", " 1", "a number from 0"),
+        ("temperature", "-1", "a number from 0"),
+        ("top_k", "1.5", "a whole number from 0 to 2147483647"),
+        ("top_k", "-1", "a whole number from 0 to 2147483647"),
+        ("seed", "1_0", "a whole number from 0 to 18446744073709551615"),
+        ("seed", "٣", "a whole number from 0 to 18446744073709551615"),
+        ("seed", "+1", "a whole number from 0 to 18446744073709551615"),
+        ("seed", " 1", "a whole number from 0 to 18446744073709551615"),
+        ("device", "cuda:٣", "auto, host or cuda:N"),
         ("seed", "18446744073709551616", "a whole number from 0 to 18446744073709551615"),
         ("log_level", "loud", "one of debug, info, warning, error"),
     ],
@@ -118,7 +141,17 @@ def test_a_file_holds_numbers_switches_and_words(config_file: Path) -> None:
         ("max_contexts = 1\n", "unknown key max_contexts"),
         ("max-context = 1\n", "unknown key max-context"),
         ("[engine]\nthreads = 1\n", "unknown key engine"),
-        ("threads = [1]\n", "threads in .* must be one plain value, got \\[1\\]"),
+        ("threads = [1]\n", "threads in .* must be one plain value, got a list"),
+        ("threads.a.b = 1\n", "threads in .* must be one plain value, got a table"),
+        ("threads = 1979-05-27\n", "threads in .* must be one plain value, got a date or time"),
+        ("threads = true\n", "threads in .* must be auto or a whole number from 1 to 1024"),
+        ("model = true\n", "model in .* must be embedded or the path of a file, got 'True'"),
+        ("threads" + ".a" * 3000 + " = 1\n", "threads in .* must be one plain value, got a table"),
+        ("threads = " + "[" * 3000 + "\n", "is not valid TOML: nested too deeply"),
+        ("seed = " + "9" * 5000 + "\n", "is not valid TOML: "),
+        ("seed = 0x1" + "f" * 5000 + "\n", r"'0x1f+'… \(5003 characters\)"),
+        ("k" * 5000 + " = 1\n", r"unknown key 'k+'… \(5000 characters\)"),
+        ("# " + "x" * (1 << 20), "has more than 1048576 bytes"),
         ("threads = 1\nthreads = 2\n", "is not valid TOML"),
         ("threads\n", "is not valid TOML"),
     ],
@@ -128,6 +161,8 @@ def test_a_wrong_file_is_an_error_that_names_it(text: str, message: str, config_
     with pytest.raises(ConfigError, match=message) as caught:
         StrataConfig.load({"config": str(config_file)}, {})
     assert str(config_file) in caught.value.message
+    assert caught.value.hint
+    assert len(str(caught.value)) < 600
 
 
 def test_an_unknown_key_is_answered_with_the_nearest_or_with_all(config_file: Path) -> None:
@@ -141,6 +176,56 @@ def test_an_unknown_key_is_answered_with_the_nearest_or_with_all(config_file: Pa
     assert all(name in far.value.hint for name in field_names())
 
 
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("", "--config must be the path of a file, got ''"),
+        ("a\0b", "--config has a NUL character, which no path can have: 'a\\x00b'"),
+        ("~nosuchuser/x", "--config starts with ~, but that user has no home folder here"),
+        ("x" * 256, "cannot read the config file x+…x+ \\(256 characters\\): File name too long"),
+    ],
+)
+def test_a_config_path_that_cannot_be_is_one_error(path: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        StrataConfig.load({"config": path}, {})
+    assert re.match(problem, caught.value.message) or caught.value.message.startswith(problem)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("~nosuchuser/x", "starts with ~, but that user has no home folder here: '~nosuchuser/x'"),
+        ("a\0b", "has a NUL character, which no path can have: 'a\\x00b'"),
+    ],
+)
+def test_a_model_path_that_cannot_be_says_why(path: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        StrataConfig.load({"model": path}, {})
+    assert caught.value.message == f"--model {problem}"
+    assert caught.value.hint
+
+
+def test_a_home_folder_is_filled_in(monkeypatch: pytest.MonkeyPatch, config_file: Path) -> None:
+    monkeypatch.setenv("HOME", str(config_file.parent))
+    config_file.write_text('model = "~/m.gguf"\n')
+    config = StrataConfig.load({"config": f"~/{config_file.name}"}, {})
+    assert config.model == config_file.with_name("m.gguf")
+
+
+def test_a_small_number_in_a_file_is_read_in_its_shortest_form(config_file: Path) -> None:
+    config_file.write_text("min_p = 0.00001\ntemperature = 1e-3\ntop_k = 1_0\n")
+    config = StrataConfig.load({"config": str(config_file)}, {})
+    assert (config.min_p, config.temperature, config.top_k) == (1e-5, 1e-3, 10)
+
+
+@pytest.mark.parametrize("name", [name for name in field_names() if name != "model"])
+def test_a_very_long_value_is_cut_and_counted(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"\(5000 characters\)") as caught:
+        StrataConfig.load({name: "7" * 5000}, {})
+    assert len(caught.value.message) < 300
+
+
 @pytest.mark.parametrize("make", ["absent", "directory", "latin1"])
 def test_a_file_that_cannot_be_read_is_a_config_error(make: str, config_file: Path) -> None:
     if make == "directory":
@@ -149,12 +234,16 @@ def test_a_file_that_cannot_be_read_is_a_config_error(make: str, config_file: Pa
         config_file.write_bytes('model = "é"\n'.encode("latin-1"))
     with pytest.raises(ConfigError, match=str(config_file)):
         StrataConfig.load({}, {"STRATA_CONFIG": str(config_file)})
+    with pytest.raises(ConfigError) as caught:
+        StrataConfig.load({}, {"STRATA_CONFIG": str(config_file)})
+    assert caught.value.hint
 
 
 def test_unknown_variables_are_found_with_the_nearest_real_one() -> None:
     environ = {
         "STRATA_TEMPERATUR": "1",
         "STRATA_QQQQ": "1",
+        "STRATA_" + "THREADS" * 2000: "1",
         "STRATA_SEED": "1",
         "STRATA_CONFIG": "f",
         "STRATA_TEST_MODEL": "m",
@@ -162,6 +251,7 @@ def test_unknown_variables_are_found_with_the_nearest_real_one() -> None:
     }
     assert unknown_variables(environ) == {
         "STRATA_QQQQ": None,
+        "STRATA_" + "THREADS" * 2000: None,
         "STRATA_TEMPERATUR": "STRATA_TEMPERATURE",
     }
 

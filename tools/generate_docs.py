@@ -27,10 +27,15 @@ Every setting is a flag, a `STRATA_*` variable and a key of the TOML file that `
 default. A wrong value ends the command with exit code 2 and a message that names where the value
 came from and what is expected. An unknown key is an error, an unknown `STRATA_*` variable a
 warning, both with the nearest real name. A command shows a flag only where it uses the setting;
-variables and keys may always be set. Relative paths start at the current directory."""
+variables and keys may always be set. Relative paths start at the current directory; `~` and
+`~name` at the front of a path are home folders.
+
+Numbers are plain ASCII decimals: no sign, space or `_`. Where a number may be `auto`, that word is
+the only way to ask for it, and 0 is an error; elsewhere 0 means what the last column says."""
 
 CLI_INTRO = """\
-Results go to stdout, everything else to stderr.
+Results go to stdout, everything else to stderr. `-` in place of PROMPT or of a file to read is
+stdin; a file of that name is given with its whole path.
 
 | Exit code | Meaning |
 | --- | --- |

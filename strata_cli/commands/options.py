@@ -11,16 +11,20 @@ from typing import Any, TypeVar
 import click
 
 from strata_cli.config import (
+    LONGEST_NAME,
     StrataConfig,
     flag_of,
     parser_of,
     unknown_variables,
     variable_of,
 )
+from strata_cli.errors import ConfigError, quoted
+from strata_cli.parsers import Parser, UnusableError
 
 logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def config_options(*names: str) -> Callable[[F], F]:
@@ -54,8 +58,35 @@ def load_config(flags: Mapping[str, Any]) -> StrataConfig:
     logging.getLogger("strata_cli").setLevel(config.log_level.upper())
     for name, close in unknown_variables(os.environ).items():
         advice = f"; did you mean {close}?" if close else ""
-        logger.warning("%s is not a setting and is ignored%s", name, advice)
+        shown = name if len(name) <= LONGEST_NAME else quoted(name)
+        logger.warning("%s is not a setting and is ignored%s", shown, advice)
     return config
+
+
+def written(parse: Parser[T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
+    """Callback of a command's own option, whose value is written, and refused, like a setting's.
+
+    The callback gives the value that the text stands for, and raises ConfigError, which names the
+    option, where it stands for none.
+    """
+
+    def convert(context: click.Context, param: click.Parameter, text: str | None) -> T | None:
+        if text is None:
+            return None
+        origin = param.opts[-1]
+        try:
+            return parse(text)
+        except UnusableError as error:
+            raise ConfigError(
+                f"{origin} {error.problem}: {quoted(text)}", hint=error.hint
+            ) from None
+        except ValueError:
+            raise ConfigError(
+                f"{origin} must be {parse.expected}, got {quoted(text)}",
+                hint=f"{context.command_path} --help",
+            ) from None
+
+    return convert
 
 
 def _option(spec: Field[Any]) -> Callable[[F], F]:

@@ -10,9 +10,10 @@ import orjson
 
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.model.chat_prompt import encode_chat
-from strata_cli.errors import ConfigError, InputError
+from strata_cli.errors import ConfigError, InputError, path_text, quoted
+from strata_cli.parsers import to_int
 
-STDIN = "-"
+STDIN = "-"  # instead of PROMPT or of a file's name; a file named "-" is given with its folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +22,9 @@ class PromptSource:
 
     Attributes:
         text: the argument; "-" reads stdin.
-        file: a text file.
+        file: a text file; "-" reads stdin.
         tokens: ids written as "1,2,3".
-        tokens_file: a JSON file with a list of ids.
+        tokens_file: a JSON file with a list of ids; "-" reads stdin.
         raw: read the text as it is, without a chat template.
         chat: require the chat template.
         system: system message of the chat.
@@ -61,8 +62,9 @@ class PromptSource:
 
     def is_from_stdin(self) -> bool:
         """Whether the prompt is to be read from stdin."""
-        others = (self.file, self.tokens, self.tokens_file)
-        return self.text == STDIN or (self.text is None and not any(others))
+        if self.text is None and not any((self.file, self.tokens, self.tokens_file)):
+            return True
+        return STDIN in (self.text, str(self.file), str(self.tokens_file))
 
     def read(self) -> str | list[int]:
         """The prompt's text, or its token ids.
@@ -71,16 +73,23 @@ class PromptSource:
             InputError: it cannot be read, is empty, or is not what it should be.
         """
         if self.tokens is not None:
-            return _parse_ids(self.tokens)
+            return parse_ids(self.tokens, "--tokens")
         if self.tokens_file is not None:
-            return _parse_ids_file(self.tokens_file)
-        if self.is_from_stdin():
-            text = _read_stdin(is_explicit=self.text == STDIN)
+            return _parse_ids_file(*self._read_bytes(self.tokens_file))
+        if self.text is not None and not self.is_from_stdin():
+            text = self.text
         else:
-            text = _read_file(self.file) if self.file is not None else self.text or ""
+            text = _decode(*self._read_bytes(self.file))
         if not text:
             raise InputError("the prompt is empty", hint="give some text to read")
         return text
+
+    def _read_bytes(self, file: Path | None) -> tuple[bytes, str]:
+        """A file's bytes, or those of stdin, and what to call their origin."""
+        if self.is_from_stdin() or file is None:
+            is_explicit = any((self.text, self.file, self.tokens_file))
+            return _read_stdin(is_explicit=is_explicit), "stdin"
+        return _read_file(file), path_text(file)
 
     def encode(self, engine: Engine, prompt: str | list[int]) -> list[int]:
         """Token ids as the model will read them.
@@ -111,56 +120,66 @@ def _conflict(one: str, other: str, hint: str) -> ConfigError:
     return ConfigError(f"{one} and {other} cannot be used together", hint=hint)
 
 
-def _parse_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(
-            f"--tokens must be whole numbers with commas between, got {text!r}",
-            hint="for example --tokens 9906,11,1917",
-        ) from None
+def parse_ids(text: str, flag: str) -> list[int]:
+    """Token ids written as "1,2,3", in plain ASCII digits.
 
+    Args:
+        text: what was given.
+        flag: the option it was given to, for the message.
 
-def _parse_ids_file(path: Path) -> list[int]:
-    try:
-        ids = orjson.loads(_read_bytes(path))
-    except orjson.JSONDecodeError as error:
-        raise InputError(
-            f"{path} is not valid JSON: {error}",
-            hint="--tokens-file wants a list such as [1, 2, 3]",
-        ) from None
-    if not isinstance(ids, list) or not all(type(item) is int for item in ids):
-        raise InputError(
-            f"{path} is not a list of whole numbers", hint="--tokens-file wants [1, 2, 3]"
-        )
-    if not ids:
-        raise InputError(f"{path} has no token ids", hint="give at least one")
+    Raises:
+        InputError: a part is no such number; names the part.
+    """
+    ids = []
+    for part in text.split(","):
+        try:
+            ids.append(to_int(part))
+        except ValueError:
+            raise InputError(
+                f"{flag} must be whole numbers with commas between, got {quoted(part)} "
+                f"in {quoted(text)}",
+                hint=f"for example {flag} 9906,11,1917",
+            ) from None
     return ids
 
 
-def _read_stdin(*, is_explicit: bool) -> str:
+def _parse_ids_file(data: bytes, origin: str) -> list[int]:
+    hint = "--tokens-file wants a list such as [1, 2, 3]"
+    try:
+        ids = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"{origin} is not valid JSON: {error}", hint=hint) from None
+    # A bool is an int to Python, and no token id.
+    if not isinstance(ids, list) or not all(type(item) is int for item in ids):
+        raise InputError(f"{origin} is not a list of whole numbers", hint=hint)
+    if not ids:
+        raise InputError(f"{origin} has no token ids", hint="give at least one")
+    return ids
+
+
+def _read_stdin(*, is_explicit: bool) -> bytes:
+    hint = "give PROMPT or --file"
     if sys.stdin is None or sys.stdin.closed:
-        raise InputError("cannot read the prompt: stdin is closed", hint="give PROMPT or --file")
+        raise InputError("cannot read the prompt: stdin is closed", hint=hint)
     if not is_explicit and sys.stdin.isatty():
         raise InputError("no prompt", hint='strata read "your text", --file FILE, or pipe it in')
     try:
-        data = sys.stdin.buffer.read()
+        return sys.stdin.buffer.read()
     except OSError as error:
         raise InputError(
-            f"cannot read the prompt from stdin: {error.strerror}", hint="give PROMPT or --file"
+            f"cannot read the prompt from stdin: {error.strerror}", hint=hint
         ) from error
-    return _decode(data, "stdin")
 
 
-def _read_file(path: Path) -> str:
-    return _decode(_read_bytes(path), str(path))
-
-
-def _read_bytes(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}", hint="check the path") from error
+        raise InputError(
+            f"cannot read {path_text(path)}: {error.strerror}", hint="check the path"
+        ) from error
+    except ValueError as error:  # a NUL in the path
+        raise InputError(f"cannot read {path_text(path)}: {error}", hint="check the path") from None
 
 
 def _decode(data: bytes, origin: str) -> str:

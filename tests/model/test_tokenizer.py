@@ -218,6 +218,27 @@ def test_a_label_of_several_tokens_is_refused_with_their_names() -> None:
         small().single_token("")
 
 
+def test_the_hint_for_a_label_of_several_tokens_says_how_to_give_ids() -> None:
+    with pytest.raises(InputError) as caught:
+        small().single_token("hello!")
+    ids = small().encode("hello!", parse_special=False)
+    assert caught.value.hint.endswith(f"--allowed-token-ids {ids[0]},{ids[1]}")
+    with pytest.raises(InputError) as long:
+        small().single_token("hello!" * 1000)
+    assert "(6000 characters) is 2000 tokens" in long.value.message
+    assert "and 1992 more" in long.value.message
+    assert len(str(long.value)) < 500
+
+
+def test_another_spelling_is_only_offered_when_it_is_one_token() -> None:
+    with pytest.raises(InputError) as caught:
+        small().single_token("  hell")
+    assert caught.value.hint.startswith("' hell' is one token, or give ids")
+    with pytest.raises(InputError) as other:
+        small().single_token("hello!")
+    assert other.value.hint.startswith("choose a text that is one token")
+
+
 def test_half_a_surrogate_pair_is_no_text() -> None:
     with pytest.raises(InputError, match=r"U\+D83D.*at character 2"):
         small().encode("ab\ud83d", parse_special=False)

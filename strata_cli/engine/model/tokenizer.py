@@ -21,7 +21,9 @@ from strata_cli.engine.model.vocabulary import (
     byte_alphabet,
     read_vocabulary,
 )
-from strata_cli.errors import InputError
+from strata_cli.errors import InputError, quoted
+
+MOST_NAMED = 8  # tokens that a message about a text names
 
 _BYTE_OF = {char: byte for byte, char in enumerate(byte_alphabet())}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -117,12 +119,19 @@ class Tokenizer:
         ids = self.encode(text, parse_special=parse_special, add_bos=False)
         if len(ids) == 1:
             return ids[0]
-        names = ", ".join(f"{self.token_text(i)!r} ({i})" for i in ids) or "none"
-        other = text[1:] if text.startswith(" ") else f" {text}"
+        names = [f"{self.token_text(i)!r} ({i})" for i in ids[:MOST_NAMED]]
+        more = [f"and {len(ids) - MOST_NAMED} more"] if len(ids) > MOST_NAMED else []
         raise InputError(
-            f"{text!r} is {len(ids)} tokens, not one: {names}",
-            hint=f"choose a label that is one token (try {other!r}), or give a token id",
+            f"{quoted(text)} is {len(ids)} tokens, not one: {', '.join(names + more) or 'none'}",
+            hint=self._one_token_hint(text, ids, parse_special=parse_special),
         )
+
+    def _one_token_hint(self, text: str, ids: list[int], *, parse_special: bool) -> str:
+        other = text[1:] if text.startswith(" ") else f" {text}"
+        is_one = len(self.encode(other, parse_special=parse_special, add_bos=False)) == 1
+        label = f"{quoted(other)} is one token" if is_one else "choose a text that is one token"
+        example = ",".join(map(str, ids[:MOST_NAMED])) or "32,33"
+        return f"{label}, or give ids, each reported by itself: --allowed-token-ids {example}"
 
     def decode(self, ids: Iterable[int], *, skip_control: bool = False) -> str:
         """Text of tokens in a row; bytes that are no UTF-8 become U+FFFD.
