@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -13,11 +11,11 @@ from typing import Any, NamedTuple
 import click
 
 from strata_cli import __version__
+from strata_cli.commands.interrupts import INTERRUPTED, interrupts
+from strata_cli.commands.process import output_failed, report
+from strata_cli.commands.streams import OutputFailed
 from strata_cli.config import nearest
 from strata_cli.errors import StrataError
-
-INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
-PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 
 class LazyCommand(NamedTuple):
@@ -49,7 +47,8 @@ class LazyGroup(click.Group):
         """Import the subcommand; None when there is none of that name."""
         if cmd_name not in self.lazy:
             return None
-        command = getattr(import_module(self.lazy[cmd_name].module), cmd_name)
+        with interrupts.at_once():
+            command = getattr(import_module(self.lazy[cmd_name].module), cmd_name)
         assert isinstance(command, click.Command)
         return command
 
@@ -86,7 +85,7 @@ def strata() -> None:
 
 
 def main() -> int:
-    """Entry point of the `strata` script. Without arguments it prints the help."""
+    """Run the command line of this process. Without arguments it prints the help."""
     return run(strata, sys.argv[1:] or ["--help"])
 
 
@@ -103,14 +102,14 @@ def run(group: click.Group, args: Sequence[str]) -> int:
         _flush_stdout()
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
+    except OutputFailed as error:
+        return output_failed(error)
     except StrataError as error:
         return _report(str(error), error.exit_code)
     except click.ClickException as error:
         return _report(_explain(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
-    except OSError as error:
-        return _output_failed(error)
     return result if isinstance(result, int) else 0
 
 
@@ -122,21 +121,10 @@ def _explain(error: click.ClickException) -> str:
 
 
 def _report(message: str, exit_code: int) -> int:
-    click.echo(f"strata: error: {message}", err=True)
+    report(message)
     return exit_code
 
 
 def _flush_stdout() -> None:
     if sys.stdout is not None:  # None when the caller closed it
         sys.stdout.flush()
-
-
-def _output_failed(error: OSError) -> int:
-    """The exit code for results that found no taker; raises any other OSError, which is a bug."""
-    if error.errno not in (errno.EPIPE, errno.ENOSPC):
-        raise error
-    # What stdout still buffers would fail once more when Python flushes it at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if error.errno == errno.EPIPE:
-        return PIPE_CLOSED
-    return _report(f"cannot write the result: {error.strerror}", exit_code=1)

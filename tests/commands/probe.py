@@ -9,6 +9,7 @@ import sys
 import click
 
 from strata_cli.commands.main import run
+from strata_cli.commands.process import run_process
 
 logger = logging.getLogger("strata_cli.tests.probe")
 
@@ -31,4 +32,4 @@ def probe(exit_code: int | None, lines: int, warn: str | None, wait: bool) -> in
 
 if __name__ == "__main__":
     group = click.Group("strata", commands={"probe": probe})
-    sys.exit(run(group, ["probe", *sys.argv[1:]]))
+    sys.exit(run_process(lambda: lambda: run(group, ["probe", *sys.argv[1:]])))
