@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import orjson
 
+from strata_cli.commands.logits_file import LogitsFile, check_distinct, check_logits_file
 from strata_cli.commands.options import config_options, load_config
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import PromptSource
 from strata_cli.commands.report import as_json, as_table
+from strata_cli.commands.streams import require_stdout
 from strata_cli.config import StrataConfig
 from strata_cli.engine import reading
 from strata_cli.engine.decode.sampling import Sampler
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.model.tokenizer import StreamDecoder
-from strata_cli.engine.reading import ReadRequest, ReadResult, save_logits
+from strata_cli.engine.reading import ReadRequest, ReadResult
 from strata_cli.errors import ConfigError
 from strata_cli.models import DEMO_MODEL_PATH
 
@@ -45,8 +49,8 @@ FILE = click.Path(path_type=Path)
     "--max-tokens", type=click.IntRange(0), default=0, metavar="N", help="Generate up to N tokens."
 )
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
-@click.option("--logits-out", type=FILE, metavar="FILE.npy", help="Save the last logits, [V].")
-@click.option("--all-logits-out", type=FILE, metavar="FILE.npy", help="Save all logits, [T, V].")
+@click.option("--logits-out", metavar="FILE.npy", help="Save the last logits, [V].")
+@click.option("--all-logits-out", metavar="FILE.npy", help="Save all logits, [T, V].")
 @config_options(
     "model",
     "device",
@@ -77,8 +81,8 @@ def read(
     allowed_token_ids: str | None,
     max_tokens: int,
     is_json: bool,
-    logits_out: Path | None,
-    all_logits_out: Path | None,
+    logits_out: str | None,
+    all_logits_out: str | None,
     **flags: Any,
 ) -> None:
     """Read PROMPT and print what the model makes of it.
@@ -103,6 +107,12 @@ def read(
         system=system,
     )
     source.check()
+    require_stdout()
+    model = config.model or DEMO_MODEL_PATH
+    inputs = {"model": model, "prompt's file": file, "tokens' file": tokens_file}
+    last_file = _logits_file("--logits-out", logits_out, inputs)
+    all_file = _logits_file("--all-logits-out", all_logits_out, inputs)
+    check_distinct(last_file, all_file)
     text_or_ids = source.read()
     ids_allowed = _parse_allowed_ids(allowed_token_ids)
     started = time.perf_counter()
@@ -115,7 +125,7 @@ def read(
             allowed_ids=_allowed(engine, allowed, ids_allowed),
             max_tokens=max_tokens,
             sampler=_sampler(config),
-            all_logits=all_logits_out is not None,
+            all_logits=all_file is not None,
             state_hash=config.state_hash,
             deterministic=config.deterministic,
         )
@@ -128,10 +138,10 @@ def read(
                 on_token=writer.push if writer else None,
                 progress=progress,
             )
-        if logits_out is not None:
-            save_logits(logits_out, result.logits)
-        if all_logits_out is not None and result.all_logits is not None:
-            save_logits(all_logits_out, result.all_logits)
+        if last_file is not None:
+            last_file.save(result.logits)
+        if all_file is not None and result.all_logits is not None:
+            all_file.save(result.all_logits)
         if writer is None:
             report = as_json(engine, request, result, load_ms)
             click.echo(orjson.dumps(report, option=orjson.OPT_INDENT_2))
@@ -160,6 +170,15 @@ class TextWriter:
                 click.echo(as_table(self._engine, entries))
         if result.state_hash is not None:
             click.echo(result.state_hash.line())
+
+
+def _logits_file(
+    flag: str, path: str | None, inputs: Mapping[str, Path | None]
+) -> LogitsFile | None:
+    if path is None:
+        return None
+    names = {what: os.fspath(name) for what, name in inputs.items() if name is not None}
+    return check_logits_file(flag, path, names)
 
 
 def _open_engine(config: StrataConfig, *, will_chat: bool) -> Engine:

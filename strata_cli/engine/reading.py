@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -209,21 +208,3 @@ def _generate(
 def _is_stuck(generated: list[int]) -> bool:
     tail = generated[-REPEAT_LIMIT:]
     return len(tail) == REPEAT_LIMIT and len(set(tail)) == 1
-
-
-def save_logits(path: Path, logits: NDArray[np.float32]) -> None:
-    """Write logits as a .npy file, whole or not at all.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            np.save(file, logits)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputError(
-            f"cannot write {path}: {error.strerror}", hint="check the folder and its space"
-        ) from error

@@ -1,0 +1,176 @@
+"""Files for logits: refused before the model runs, and written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.commands.interrupts import interrupts
+from strata_cli.errors import ConfigError, InputError, StrataError
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsFile:
+    """A place that logits can be written to.
+
+    Attributes:
+        path: as the user wrote it.
+        target: the regular file, there or not yet, that is replaced, links followed; None for a
+            device or a pipe, which is written as it is.
+    """
+
+    path: str
+    target: str | None
+
+    def save(self, logits: NDArray[np.float32]) -> None:
+        """Write a .npy file. A regular file changes when all is written, or stays as it was.
+
+        Raises:
+            StrataError: it cannot be written.
+        """
+        try:
+            if self.target is None:
+                with open(self.path, "wb", opener=_open_existing) as file:
+                    _write(file, logits)
+            else:
+                _replace(self.target, logits)
+        except OSError as error:
+            raise StrataError(
+                f"cannot write {self.path}: {error.strerror}",
+                hint="check the folder and its space",
+            ) from error
+
+
+def check_logits_file(flag: str, path: str, inputs: Mapping[str, str]) -> LogitsFile:
+    """Find out whether logits can be written to a path, without changing what is there.
+
+    Args:
+        flag: that named the path, for messages.
+        path: as the user wrote it.
+        inputs: files that this run reads, by what they are.
+
+    Raises:
+        InputError: nothing can be written there.
+        ConfigError: it is where results go, or one of the inputs.
+    """
+    if not path:
+        raise InputError(f"{flag} needs a file, got an empty path", hint=f"{flag} logits.npy")
+    try:
+        status = _status(path)
+        if status is not None:
+            _check_other_uses(flag, path, status, inputs)
+        return LogitsFile(path, _target(path, status))
+    except OSError as error:
+        raise InputError(
+            f"{flag}: cannot write {path}: {error.strerror}",
+            hint="name a file in a folder of yours",
+        ) from error
+
+
+def check_distinct(one: LogitsFile | None, other: LogitsFile | None) -> None:
+    """Refuse one file for both kinds of logits.
+
+    Raises:
+        ConfigError: they are the same.
+    """
+    if one is None or other is None:
+        return
+    if os.path.realpath(one.path) == os.path.realpath(other.path):
+        raise ConfigError(
+            f"--logits-out and --all-logits-out are the same file, {one.path}",
+            hint="give each its own",
+        )
+
+
+def _status(path: str) -> os.stat_result | None:
+    """What is there, links followed; None for a new file in a folder that exists."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        folder, name = os.path.split(path)
+        os.stat(folder or os.curdir)  # raises, where the folder is what is missing
+        if not name:
+            raise
+        return None
+
+
+def _check_other_uses(
+    flag: str, path: str, status: os.stat_result, inputs: Mapping[str, str]
+) -> None:
+    with contextlib.suppress(OSError):  # a closed stdout is another error
+        if os.path.samestat(status, os.fstat(1)) and not stat.S_ISCHR(status.st_mode):
+            raise ConfigError(
+                f"{flag}: {path} is stdout, where the result goes", hint="name another file"
+            )
+    for what, name in inputs.items():
+        with contextlib.suppress(OSError):  # a missing input is another error
+            if stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.stat(name)):
+                raise ConfigError(
+                    f"{flag}: {path} is the {what}, which this would overwrite",
+                    hint="name another file",
+                )
+
+
+def _target(path: str, status: os.stat_result | None) -> str | None:
+    """The regular file to replace, or None.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    if status is not None:
+        if stat.S_ISDIR(status.st_mode):
+            raise _os_error(errno.EISDIR)
+        if stat.S_ISSOCK(status.st_mode):
+            raise _os_error(errno.ENXIO)
+        if not os.access(path, os.W_OK):
+            raise _os_error(errno.EACCES)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+    target = os.path.realpath(path)
+    # Only an attempt tells: folders can refuse new files in more ways than their mode says.
+    temporary = _temporary_path(target)
+    with interrupts.temporary_file(temporary):
+        os.close(_create(temporary))
+    return target
+
+
+def _replace(target: str, logits: NDArray[np.float32]) -> None:
+    temporary = _temporary_path(target)
+    with interrupts.temporary_file(temporary):
+        with open(_create(temporary), "wb") as file:
+            with contextlib.suppress(OSError):  # nothing there yet, or a file system without modes
+                os.fchmod(file.fileno(), stat.S_IMODE(os.stat(target).st_mode))
+            _write(file, logits)
+        os.replace(temporary, target)
+
+
+def _temporary_path(target: str) -> str:
+    return os.path.join(os.path.dirname(target), f".strata-{os.urandom(8).hex()}.tmp")
+
+
+def _create(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def _open_existing(path: str, _flags: int) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+
+def _os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def _write(file: BinaryIO, logits: NDArray[np.float32]) -> None:
+    """As np.save does, which cannot write to a pipe and has no reason to tell for a full disk."""
+    rows = np.ascontiguousarray(logits)
+    header = np.lib.format.header_data_from_array_1_0(rows)
+    np.lib.format.write_array_header_1_0(file, header)
+    file.write(rows.data)
