@@ -1,0 +1,146 @@
+"""The compute thread's side of a chunk: publish routing, wait for copies, give slots back."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.experts.entries import EntryList, Ranking
+from strata_cli.engine.experts.gate import Gate
+from strata_cli.engine.experts.issuer import Issuer
+from strata_cli.engine.experts.ring import Ring
+from strata_cli.errors import ShapeError
+
+GROUP_EXPERTS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerRules:
+    """How a layer's experts are grouped.
+
+    Attributes:
+        group: experts of a group that waits for copies.
+        takes_landed: make a group longer by what has landed already, up to half of the ring.
+        keep: told the routed entries of every group, when its reads are enqueued and its slots
+            not yet given back: the moment for enqueueing a copy of what is worth keeping.
+    """
+
+    group: int = GROUP_EXPERTS
+    takes_landed: bool = True
+    keep: Callable[[Sequence[int]], None] | None = None
+
+
+class Consumer:
+    """Walks through the layers of one chunk, one after the other.
+
+    For each layer: publish() once its routing is known, then all groups(). Group boundaries may
+    depend on timing; that each expert's rows are computed once, from its own bytes, does not.
+
+    Args:
+        ranking: of the experts.
+        entries: the chunk's list. If it is not complete, each layer's routed entries are added as
+            its routing becomes known.
+        ring: where the entries' bytes arrive.
+        issuer: drives the walk over the entries.
+        gate: where the walk looks for routing; None if it does not.
+        rules: how experts are grouped.
+        staged: experts that come through a stager, [L, E], for entries added here.
+    """
+
+    def __init__(
+        self,
+        ranking: Ranking,
+        entries: EntryList,
+        ring: Ring,
+        issuer: Issuer,
+        gate: Gate | None,
+        rules: ConsumerRules,
+        staged: NDArray[np.bool_] | None = None,
+    ) -> None:
+        self._ranking = ranking
+        self._entries = entries
+        self._ring = ring
+        self._issuer = issuer
+        self._gate = gate
+        self._rules = rules
+        self._staged = staged
+        self._lists_routed = not entries.is_complete
+        self._row = np.zeros(ranking.num_experts, np.bool_)
+
+    def publish(self, layer: int, expert_start: NDArray[np.integer]) -> None:
+        """Tell the issuer which of the layer's experts any token wants.
+
+        Args:
+            layer: the next one.
+            expert_start: where each rank's pairs begin, and the end of the last, [E + 1].
+
+        Raises:
+            ShapeError: expert_start has another shape.
+            StateError: the layer was published before.
+        """
+        if expert_start.shape != (self._ranking.num_experts + 1,):
+            raise ShapeError(
+                f"pairs of {self._ranking.num_experts} experts cannot be {expert_start.shape}"
+            )
+        self._row = np.diff(expert_start) > 0
+        if self._lists_routed:
+            first = self._ranking.num_resident[layer]
+            ranks = first + np.flatnonzero(self._row[first:])
+            staged = None if self._staged is None else self._staged[layer]
+            self._entries.add_layer(self._ranking, ranks, staged)
+        if self._gate is not None:
+            self._gate.publish(layer, self._row)
+        self._issuer.nudge()
+
+    def groups(self, layer: int) -> Iterator[range]:
+        """The layer's experts as ranges of ranks, each once, when their bytes are or will be there.
+
+        Whoever iterates enqueues the products of a range on the ring's reading stream before
+        asking for the next one. Ranges cover every routed rank; ranks inside them that no token
+        wants have no bytes. Blocks while entries are not issued.
+
+        Raises:
+            StrataError: a copy failed, or nothing moved; see Issuer.require.
+        """
+        num_resident = self._ranking.num_resident[layer]
+        if self._row[:num_resident].any():
+            yield range(num_resident)
+        ranks, entries = self._entries.ranks, self._entries.of_layer(layer)
+        routed = [k for k in entries if self._row[ranks[k]]]
+        at = 0
+        while at < len(routed):
+            self._give_back(routed[at])
+            stop = self._group_end(routed, at)
+            first, last = routed[at], routed[stop - 1]
+            self._issuer.require(last)
+            self._ring.await_copy(last)
+            yield range(ranks[first], ranks[last] + 1)
+            if self._rules.keep is not None:
+                self._rules.keep(routed[at:stop])
+            self._ring.release(routed[at:stop])
+            self._give_back(last + 1)
+            at = stop
+        self._give_back(entries.stop)
+
+    def _give_back(self, k: int) -> None:
+        """Every entry before k is done with: read and released, or never to be read."""
+        count = k - self._issuer.walk.consumed
+        if count:
+            self._issuer.walk.consume(count)
+            self._issuer.nudge()
+
+    def _group_end(self, routed: Sequence[int], at: int) -> int:
+        """End of the group that begins here. It keeps at most half of the ring from the issuer."""
+        first = routed[at]
+        bound = bisect_left(routed, first + max(self._ring.num_slots // 2, 1))
+        stop = min(at + self._rules.group, bound)
+        if not self._rules.takes_landed or stop == bound:
+            return stop
+        landed = bisect_left(routed, self._issuer.walk.issued, stop, bound)
+        if landed > stop and self._ring.has_landed(routed[landed - 1]):
+            return landed
+        return stop

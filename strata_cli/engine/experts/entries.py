@@ -1,0 +1,190 @@
+"""The ordered list of a chunk's copies, and the ranks of a layer's experts that it follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.errors import ShapeError
+
+FROM_ARENA = -1  # the job of an entry whose bytes a device can copy from where they are
+
+
+class Entry(NamedTuple):
+    """One copy of a chunk's list.
+
+    Attributes:
+        layer: of the expert.
+        expert: id within the layer.
+        rank: the expert's place among all experts of its layer.
+        job: staging ticket, numbered in list order, or FROM_ARENA.
+    """
+
+    layer: int
+    expert: int
+    rank: int
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Per layer, the order in which experts are worked on: residents by id, then the others.
+
+    Attributes:
+        rank_of: rank of each expert, int32 [L, E].
+        expert_at: the expert of each rank, int32 [L, E].
+        num_resident: per layer; the lower ranks.
+    """
+
+    rank_of: NDArray[np.int32]
+    expert_at: NDArray[np.int32]
+    num_resident: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have experts."""
+        return len(self.num_resident)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of each layer."""
+        return int(self.rank_of.shape[1])
+
+
+def rank_experts(resident: NDArray[np.bool_], order: NDArray[np.integer] | None = None) -> Ranking:
+    """Rank every layer's experts.
+
+    Args:
+        resident: whose weights are where kernels read them already, [L, E].
+        order: per layer, all expert ids in the order in which to copy them, [L, E]; None: by id.
+
+    Raises:
+        ShapeError: order has another shape, or a row that is no permutation.
+    """
+    num_experts = resident.shape[1]
+    ids = np.arange(num_experts)
+    if order is None:
+        places = np.broadcast_to(ids, resident.shape)
+    else:
+        if order.shape != resident.shape or (np.sort(order, axis=1) != ids).any():
+            raise ShapeError(
+                f"a copy order must permute {num_experts} experts in each of {len(resident)} layers"
+            )
+        places = np.argsort(order, axis=1)
+    keys = np.where(resident, ids, num_experts + places)
+    expert_at = np.argsort(keys, axis=1).astype(np.int32)
+    rank_of = np.argsort(expert_at, axis=1).astype(np.int32)
+    return Ranking(rank_of, expert_at, tuple(resident.sum(axis=1).tolist()))
+
+
+class EntryList:
+    """A chunk's copies in order; layers are added one after the other, before or during the walk.
+
+    One thread adds, others may read meanwhile: whoever has seen ``count`` finds the columns filled
+    up to there, and whoever has seen ``is_complete`` finds the last count.
+
+    Attributes:
+        layers, experts, ranks, jobs: the columns, each [count]; see Entry.
+        starts: first entry of each layer added so far, and the end of the last one.
+        count: entries so far.
+        num_jobs: of those, how many come through a stager.
+        is_complete: no entry will be added.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.layers: list[int] = []
+        self.experts: list[int] = []
+        self.ranks: list[int] = []
+        self.jobs: list[int] = []
+        self.starts = [0]
+        self.count = 0
+        self.num_jobs = 0
+        self.is_complete = num_layers == 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, k: int) -> Entry:
+        return Entry(self.layers[k], self.experts[k], self.ranks[k], self.jobs[k])
+
+    def of_layer(self, layer: int) -> range:
+        """The entries of a layer that was added."""
+        return range(self.starts[layer], self.starts[layer + 1])
+
+    def add_layer(
+        self,
+        ranking: Ranking,
+        ranks: NDArray[np.integer],
+        staged: NDArray[np.bool_] | None = None,
+    ) -> range:
+        """Append entries of the next layer.
+
+        Args:
+            ranking: of the experts.
+            ranks: ascending; which of the layer's experts are to be copied.
+            staged: experts whose bytes come through a stager, [E]; None: no expert's do.
+
+        Returns:
+            the new entries.
+        """
+        layer = len(self.starts) - 1
+        experts = ranking.expert_at[layer, ranks]
+        jobs = np.full(len(ranks), FROM_ARENA)
+        if staged is not None:
+            needs_job = staged[experts]
+            jobs[needs_job] = self.num_jobs + np.arange(needs_job.sum())
+            self.num_jobs += int(needs_job.sum())
+        self.layers += [layer] * len(ranks)
+        self.experts += experts.tolist()
+        self.ranks += ranks.tolist()
+        self.jobs += jobs.tolist()
+        start, stop = self.starts[-1], len(self.jobs)
+        self.starts.append(stop)
+        self.count = stop
+        self.is_complete = len(self.starts) > self.num_layers
+        return range(start, stop)
+
+
+def list_entries(ranking: Ranking, staged: NDArray[np.bool_] | None = None) -> EntryList:
+    """The copies of every expert that is not resident, layers ascending, ranks ascending.
+
+    Args:
+        ranking: of the experts.
+        staged: experts whose bytes come through a stager, [L, E]; None: no expert's do.
+    """
+    entries = EntryList(ranking.num_layers)
+    for layer, first in enumerate(ranking.num_resident):
+        ranks = np.arange(first, ranking.num_experts)
+        entries.add_layer(ranking, ranks, None if staged is None else staged[layer])
+    return entries
+
+
+class RingShape(NamedTuple):
+    """Where the slots of a ring are: slot s begins at address + s * slot_bytes."""
+
+    address: int
+    slot_bytes: int
+    num_slots: int
+
+
+def address_table(
+    ranking: Ranking, entries: EntryList, resident: NDArray[np.int64], ring: RingShape
+) -> NDArray[np.int64]:
+    """Where kernels find each expert of the layers listed so far, by rank: int64 [L, E].
+
+    Args:
+        ranking: of the experts.
+        entries: listed ones get the address of their ring slot.
+        resident: address of every resident expert, by id, [L, E]; what the others hold stays
+            for those that no entry lists.
+        ring: where the slots are.
+    """
+    table: NDArray[np.int64] = np.take_along_axis(resident, ranking.expert_at, axis=1)
+    k = np.arange(entries.count)
+    slots = ring.address + k % ring.num_slots * ring.slot_bytes
+    table[entries.layers[: entries.count], entries.ranks[: entries.count]] = slots
+    return table

@@ -1,0 +1,246 @@
+"""Who takes the walk's turns: a thread of its own, or the consumer's between its launches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+from strata_cli.engine.device.base import Event
+from strata_cli.engine.experts.waiting import LONGEST_WAIT_S, Bell, Pace, Watchdog, poll
+from strata_cli.engine.experts.walk import Turn, Walk
+from strata_cli.errors import StallError, StateError
+
+JOIN_S = 10.0  # a thread inside a device call must come back before that
+
+
+class Issuer(Protocol):
+    """Drives a walk on behalf of the consumer, from whose thread every method is called."""
+
+    @property
+    def walk(self) -> Walk:
+        """What it drives."""
+        ...
+
+    @property
+    def num_waits(self) -> int:
+        """How often the consumer had to wait for an entry to be issued."""
+        ...
+
+    @property
+    def waited_s(self) -> float:
+        """For how long, in seconds."""
+        ...
+
+    def start(self) -> None:
+        """Begins with the first copies."""
+        ...
+
+    def nudge(self) -> None:
+        """The walk may be able to go on: routing was published or entries were given back."""
+        ...
+
+    def require(self, k: int) -> None:
+        """Blocks until entry k is issued.
+
+        Raises:
+            StrataError: the link failed.
+            StallError: nothing moved for the watchdog's time.
+            StateError: the walk was stopped.
+        """
+        ...
+
+    def await_event(self, event: Event, what: str) -> None:
+        """Blocks until the device has reached the event, the walk going on meanwhile.
+
+        Raises:
+            StrataError: the link or the event's stream failed.
+            StallError: nothing moved for the watchdog's time.
+            StateError: the walk was stopped.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Blocks until the walk is done. Raises what require raises."""
+        ...
+
+    def stop(self) -> None:
+        """Ends the walk at its next turn, and with it the waits. Any thread may call it."""
+        ...
+
+    def close(self) -> None:
+        """Stops the walk and waits for its last turn. Safe to call twice.
+
+        Raises:
+            StallError: the issuer's thread does not come back from the device.
+        """
+        ...
+
+
+class ThreadIssuer:
+    """A thread that sleeps unless the walk can go on.
+
+    ``_failure`` and then ``_has_ended`` are written by the issuer's thread, everything else by the
+    consumer's.
+
+    Args:
+        walk: whose turns to take.
+        watchdog_s: seconds without progress that end a wait, 0 = none do.
+    """
+
+    def __init__(self, walk: Walk, watchdog_s: float) -> None:
+        self.walk = walk
+        self.num_waits = 0
+        self.waited_s = 0.0
+        self._watchdog_s = watchdog_s
+        self._failure: BaseException | None = None
+        self._has_ended = False
+        self._work = Bell()  # wakes the issuer's thread
+        self._issued = Bell()  # wakes the consumer's
+        self._thread = threading.Thread(target=self._serve, name="strata-issuer", daemon=True)
+
+    def start(self) -> None:
+        """See Issuer."""
+        self._thread.start()
+
+    def nudge(self) -> None:
+        """See Issuer."""
+        self._work.ring()
+
+    def require(self, k: int) -> None:
+        """See Issuer."""
+        if self.walk.issued > k:
+            return
+        start = time.perf_counter()
+        watchdog = Watchdog(self.walk, self._watchdog_s)
+        while self.walk.issued <= k:
+            self._check_going_on()
+            self._issued.wait(LONGEST_WAIT_S)
+            watchdog.check(f"entry {k}")
+        self.num_waits += 1
+        self.waited_s += time.perf_counter() - start
+
+    def await_event(self, event: Event, what: str) -> None:
+        """See Issuer."""
+
+        def is_reached() -> bool:
+            self._check_failure()
+            if self.walk.is_stopped:
+                raise _stopped(self.walk)
+            return event.query()
+
+        poll(is_reached, Watchdog(self.walk, self._watchdog_s), what)
+
+    def finish(self) -> None:
+        """See Issuer."""
+        if self.walk.entries.count:
+            self.require(self.walk.entries.count - 1)
+        self._thread.join(JOIN_S)
+        self._check_failure()
+
+    def stop(self) -> None:
+        """See Issuer."""
+        self.walk.stop()
+        self._work.ring()
+
+    def close(self) -> None:
+        """See Issuer."""
+        self.stop()
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            raise StallError(
+                f"the issuer did not end within {JOIN_S:.0f} s; {self.walk.report()}",
+                hint="the device hangs: end the process",
+            )
+
+    def _serve(self) -> None:
+        pace = Pace()
+        try:
+            while (turn := self.walk.turn()) not in (Turn.DONE, Turn.STOPPED):
+                self._issued.ring()
+                if turn in (Turn.LINK_FULL, Turn.UNSTAGED):
+                    now = time.perf_counter()
+                    self._work.wait(pace.nap_s(self.walk.landed, self.walk.unfinished, now))
+                else:
+                    pace.interrupt()
+                    self._work.wait(-1)
+        except BaseException as error:  # noqa: BLE001  carried to the consumer, which raises it
+            self._failure = error
+        self._has_ended = True
+        self._issued.ring()
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _check_going_on(self) -> None:
+        has_ended = self._has_ended  # first: whatever it issued before is then visible
+        self._check_failure()
+        if has_ended and self.walk.is_stopped:
+            raise _stopped(self.walk)
+
+
+class InlineIssuer:
+    """The consumer's own thread takes a turn whenever it comes by.
+
+    Args:
+        walk: whose turns to take.
+        watchdog_s: seconds without progress that end a wait, 0 = none do.
+    """
+
+    def __init__(self, walk: Walk, watchdog_s: float) -> None:
+        self.walk = walk
+        self.num_waits = 0
+        self.waited_s = 0.0
+        self._watchdog_s = watchdog_s
+
+    def start(self) -> None:
+        """See Issuer."""
+        self.walk.turn()
+
+    def nudge(self) -> None:
+        """See Issuer."""
+        self.walk.turn()
+
+    def require(self, k: int) -> None:
+        """See Issuer."""
+        if self.walk.issued > k:
+            return
+        start = time.perf_counter()
+
+        def is_issued() -> bool:
+            if self.walk.turn() is Turn.STOPPED:
+                raise _stopped(self.walk)
+            return self.walk.issued > k
+
+        poll(is_issued, Watchdog(self.walk, self._watchdog_s), f"entry {k}")
+        self.num_waits += 1
+        self.waited_s += time.perf_counter() - start
+
+    def await_event(self, event: Event, what: str) -> None:
+        """See Issuer."""
+
+        def is_reached() -> bool:
+            if self.walk.turn() is Turn.STOPPED:
+                raise _stopped(self.walk)
+            return event.query()
+
+        poll(is_reached, Watchdog(self.walk, self._watchdog_s), what)
+
+    def finish(self) -> None:
+        """See Issuer."""
+        if self.walk.entries.count:
+            self.require(self.walk.entries.count - 1)
+
+    def stop(self) -> None:
+        """See Issuer."""
+        self.walk.stop()
+
+    def close(self) -> None:
+        """See Issuer."""
+        self.walk.stop()
+
+
+def _stopped(walk: Walk) -> StateError:
+    return StateError(f"the stream of experts was stopped; {walk.report()}")

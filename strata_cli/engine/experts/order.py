@@ -1,0 +1,70 @@
+"""In which order a layer's experts are copied: what will probably be routed goes first.
+
+Only the order of copies changes, and with it how many of them turn out to be unneeded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.errors import ShapeError
+
+
+def by_score(scores: NDArray[np.float32], *, finest: int = 0) -> NDArray[np.int64]:
+    """Experts by falling score; equal ones by id.
+
+    Args:
+        scores: how much an expert is expected to be used, at least 0, [L, E].
+        finest: 0 keeps the order exact. Otherwise a layer's experts fall into this many classes
+            of equal size, with ids ascending within one: neighbours that stay neighbours are
+            copied as one.
+
+    Returns:
+        per layer, all expert ids in the order in which to copy them, [L, E].
+
+    Raises:
+        ShapeError: scores is not [L, E], or finest is negative.
+    """
+    if scores.ndim != 2 or finest < 0:
+        raise ShapeError(f"cannot order {scores.shape} scores in {finest} classes")
+    order = np.argsort(-scores, axis=1, kind="stable")
+    if not finest:
+        return order
+    num_experts = scores.shape[1]
+    places = np.argsort(order, axis=1)
+    classes = places * min(finest, num_experts) // max(num_experts, 1)
+    return np.argsort(classes, axis=1, kind="stable")
+
+
+def expected_use(
+    last_counts: NDArray[np.integer] | None, profile: NDArray[np.float32], *, weight: float = 1.0
+) -> NDArray[np.float32]:
+    """Scores for a chunk from what the chunk before it used and what is used in general.
+
+    Args:
+        last_counts: tokens that each expert had in the last chunk, [L, E]; None: there was none.
+        profile: use of each expert in general, at least 0, [L, E].
+        weight: of the last chunk's shares against the profile's.
+
+    Returns:
+        shares of a layer's use, [L, E].
+    """
+    score = _shares(profile.astype(np.float64))
+    if last_counts is not None:
+        score = score + weight * _shares(last_counts.astype(np.float64))
+    return score.astype(np.float32)
+
+
+def oracle(counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """The order of whoever knows the routing: routed experts first. For benchmarks.
+
+    Args:
+        counts: tokens that each expert will have, [L, E].
+    """
+    return by_score((counts > 0).astype(np.float32))
+
+
+def _shares(use: NDArray[np.float64]) -> NDArray[np.float64]:
+    shares: NDArray[np.float64] = use / np.maximum(use.sum(axis=1, keepdims=True), 1e-30)
+    return shares

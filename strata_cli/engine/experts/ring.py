@@ -1,0 +1,249 @@
+"""The ring: slots in device memory that a prompt's copies pass through, and the events between.
+
+Entry k uses slot k mod num_slots. A copied event says that a slot's bytes are there, a used event
+that nobody reads them any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from strata_cli.engine.device.base import Device, Event, Home, Stream, Tensor
+from strata_cli.engine.experts.entries import EntryList, RingShape
+from strata_cli.errors import DeviceError, ShapeError
+
+U8 = np.dtype(np.uint8)
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
+
+
+class Ring:
+    """Slots and their events. It outlives chunks: what one leaves behind guards the next.
+
+    ``copied`` and ``_waited`` are written by the issuer's thread; ``_used``, ``_released`` and
+    ``_num_releases`` by the consumer's. Neither looks at a slot before the other is done with it:
+    the issuer comes to it when its last entry was consumed, the consumer when its entry was issued.
+
+    Args:
+        device: makes the events.
+        slots: uint8 [num_slots, slot_bytes], device memory; the ring does not own it.
+        copies: the stream that carries the copies; owned by whoever issues.
+        reads: the stream whose kernels read the slots; owned by the consumer.
+
+    Attributes:
+        copied: per slot, the event behind its latest copy.
+    """
+
+    def __init__(self, device: Device, slots: Tensor, copies: Stream, reads: Stream) -> None:
+        num_slots, self.slot_bytes = slots.shape
+        self.num_slots = num_slots
+        self.copies = copies
+        self.reads = reads
+        self._slots = slots
+        self._copied_events = [device.event() for _ in range(num_slots)]
+        self._used_events = [device.event() for _ in range(num_slots)]
+        self.copied: list[Event] = list(self._copied_events)
+        self._used: list[Event] = list(self._used_events)
+        self._released = [0] * num_slots
+        self._num_releases = 0
+        self._waited = 0
+
+    @property
+    def shape(self) -> RingShape:
+        """Where the slots are."""
+        return RingShape(self._slots.address, self.slot_bytes, self.num_slots)
+
+    def room(self, slot: int, nbytes: int) -> Tensor:
+        """The first bytes of a slot, and of those behind it where nbytes needs more than one."""
+        offset = self._slots.offset_bytes + slot * self.slot_bytes
+        return Tensor(self._slots.buffer, offset, (nbytes,), U8)
+
+    def copy_in(self, batch: Sequence[int], pairs: Sequence[Pair]) -> Event:
+        """Queue the copies of these entries, behind the last reads of their slots.
+
+        Args:
+            batch: entries, ascending.
+            pairs: where their bytes go and come from.
+
+        Returns:
+            the event behind all of them.
+        """
+        slots = [k % self.num_slots for k in batch]
+        self._await_reads(slots)
+        if len(pairs) == 1:
+            self.copies.copy(*pairs[0])
+        else:
+            self.copies.copy_many(pairs)
+        event = self._copied_events[slots[-1]]
+        self.copies.record(event)
+        for slot in slots:
+            self.copied[slot] = event
+        return event
+
+    def await_copy(self, k: int) -> None:
+        """Later reads wait for entry k, which is issued, and for all copies queued before it."""
+        self.reads.wait(self.copied[k % self.num_slots])
+
+    def has_landed(self, k: int) -> bool:
+        """Whether the copy of entry k, which is issued and not given back, is finished."""
+        return self.copied[k % self.num_slots].query()
+
+    def release(self, entries: Sequence[int]) -> None:
+        """The reads of these entries are enqueued: their slots may be written behind them."""
+        slots = [k % self.num_slots for k in entries]
+        event = self._used_events[slots[-1]]
+        self.reads.record(event)
+        self._num_releases += 1
+        for slot in slots:
+            self._used[slot] = event
+            self._released[slot] = self._num_releases
+
+    def drain(self) -> None:
+        """Blocks until no copy is under way. Raises what failed."""
+        self.copies.synchronize()
+
+    def close(self) -> None:
+        """Gives the events back. Drain first."""
+        for event in (*self._copied_events, *self._used_events):
+            event.close()
+
+    def _await_reads(self, slots: Sequence[int]) -> None:
+        """Later copies wait for the last release among the slots, unless they do already.
+
+        Reads are in order too, so behind that release all earlier ones are past.
+        """
+        last = max(slots, key=self._released.__getitem__)
+        release = self._released[last]
+        if release > self._waited:
+            self.copies.wait(self._used[last])
+            self._waited = release
+
+
+class StagedBlobs(Protocol):
+    """Blobs that helper threads bring into pinned memory, in the order of their jobs."""
+
+    def is_ready(self, job: int) -> bool:
+        """Whether the blob is there; raises what reading it failed with."""
+        ...
+
+    def blob(self, job: int) -> Tensor:
+        """The blob of a job that is ready: uint8 [nbytes], pinned."""
+        ...
+
+    def sent(self, job: int, copied: Event) -> None:
+        """The blob's copy is queued; its place is free again once the event is reached."""
+        ...
+
+
+class RingLink:
+    """Carries one chunk's entries into the ring: neighbouring blobs as one copy.
+
+    Args:
+        ring: where to.
+        entries: the chunk's list; may still grow.
+        blobs: per layer, all experts' blobs side by side, uint8 [E, blob_bytes]; pinned, except
+            for experts whose entries have a staging job.
+        staged: where those come from; None if there are none.
+
+    Attributes:
+        copied_bytes: handed to the device so far.
+        num_copies: in so many pieces; neighbours count as one.
+
+    Raises:
+        ShapeError: a blob is larger than a slot.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        entries: EntryList,
+        blobs: Sequence[Tensor],
+        staged: StagedBlobs | None = None,
+    ) -> None:
+        largest = max((tensor.shape[1] for tensor in blobs), default=0)
+        if largest > ring.slot_bytes:
+            raise ShapeError(f"a blob of {largest} bytes does not fit a slot of {ring.slot_bytes}")
+        self._ring = ring
+        self._entries = entries
+        self._blobs = blobs
+        self._blob_bytes = [tensor.shape[1] for tensor in blobs]
+        self._staged = staged
+        self.copied_bytes = 0
+        self.num_copies = 0
+
+    def copy(self, batch: Sequence[int]) -> None:
+        """See Link."""
+        pairs: list[Pair] = []
+        staged: list[int] = []
+        at = 0
+        while at < len(batch):
+            k = batch[at]
+            if self._entries.jobs[k] >= 0:
+                staged.append(self._entries.jobs[k])
+                pairs.append(self._staged_pair(k))
+                at += 1
+            else:
+                run = self._run_length(batch, at)
+                pairs.append(self._pair(k, run))
+                at += run
+        self.num_copies += len(pairs)
+        event = self._ring.copy_in(batch, pairs)
+        for job in staged:
+            self._stager.sent(job, event)
+
+    def has_landed(self, k: int) -> bool:
+        """See Link."""
+        return self._ring.has_landed(k)
+
+    def is_staged(self, k: int) -> bool:
+        """See Link."""
+        return self._stager.is_ready(self._entries.jobs[k])
+
+    @property
+    def _stager(self) -> StagedBlobs:
+        if self._staged is None:
+            raise DeviceError("a chunk lists blobs outside pinned memory, and has no stager")
+        return self._staged
+
+    def _run_length(self, batch: Sequence[int], at: int) -> int:
+        """Entries of the batch, from here on, whose blobs and slots both lie side by side."""
+        entries, slots = self._entries, self._ring.num_slots
+        first, limit = batch[at], len(batch)
+        layer, expert, slot = entries.layers[first], entries.experts[first], first % slots
+        if self._blob_bytes[layer] != self._ring.slot_bytes:
+            return 1
+        run = 1
+        while (
+            at + run < limit
+            and slot + run < slots
+            and batch[at + run] == first + run
+            and entries.experts[first + run] == expert + run
+            and entries.layers[first + run] == layer
+            and entries.jobs[first + run] < 0
+        ):
+            run += 1
+        return run
+
+    def _pair(self, k: int, run: int) -> Pair:
+        layer = self._entries.layers[k]
+        nbytes = self._blob_bytes[layer]
+        blobs = self._blobs[layer]
+        offset = blobs.offset_bytes + self._entries.experts[k] * nbytes
+        self.copied_bytes += run * nbytes
+        return (
+            self._ring.room(k % self._ring.num_slots, run * nbytes),
+            Tensor(blobs.buffer, offset, (run * nbytes,), U8),
+        )
+
+    def _staged_pair(self, k: int) -> Pair:
+        blob = self._stager.blob(self._entries.jobs[k])
+        if blob.buffer.home is not Home.PINNED or blob.nbytes > self._ring.slot_bytes:
+            raise DeviceError(
+                f"entry {k}: a staged blob of {blob.nbytes} bytes in {blob.buffer.home.value} "
+                f"memory for a slot of {self._ring.slot_bytes} bytes"
+            )
+        self.copied_bytes += blob.nbytes
+        return self._ring.room(k % self._ring.num_slots, blob.nbytes), blob

@@ -1,0 +1,191 @@
+"""One chunk's stream of experts, put together: list, gate, walk, issuer and consumer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Event, Tensor
+from strata_cli.engine.experts.consumer import GROUP_EXPERTS, Consumer, ConsumerRules
+from strata_cli.engine.experts.depth import DEFAULT_DEPTH, AutoDepth, DepthRule, FixedDepth
+from strata_cli.engine.experts.entries import EntryList, Ranking, list_entries
+from strata_cli.engine.experts.gate import Gate
+from strata_cli.engine.experts.issuer import InlineIssuer, Issuer, ThreadIssuer
+from strata_cli.engine.experts.ring import Ring, RingLink, StagedBlobs
+from strata_cli.engine.experts.walk import Walk, WalkRules
+from strata_cli.errors import StallError
+
+logger = logging.getLogger(__name__)
+
+SMALL_RING_SLOTS = 8  # a ring of at most so many is for routed experts only
+TOGETHER = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """How a chunk's experts are streamed. No result depends on it.
+
+    Attributes:
+        skips_unrouted: do not copy what routing has shown to be unneeded.
+        depth: copies that may be queued and unfinished, 1..256; 0: as many as the link turns out
+            to need. Unlimited without skips_unrouted.
+        has_thread: a thread issues the copies, else the compute thread between its launches.
+        together: most entries per call of the device; 1: each by itself.
+        group: experts of a group that waits for copies.
+        takes_landed: groups grow by what has landed already.
+        watchdog_s: seconds without progress that end a wait; 0: none do.
+    """
+
+    skips_unrouted: bool = True
+    depth: int = DEFAULT_DEPTH
+    has_thread: bool = True
+    together: int = TOGETHER
+    group: int = GROUP_EXPERTS
+    takes_landed: bool = True
+    watchdog_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Blobs:
+    """Where the experts' bytes are.
+
+    Attributes:
+        layers: per layer, all experts' blobs side by side, uint8 [E, blob_bytes].
+        needs_stager: experts whose blobs cannot be copied from there, [L, E]; None: none.
+        stager: brings those into pinned memory.
+    """
+
+    layers: Sequence[Tensor]
+    needs_stager: NDArray[np.bool_] | None = None
+    stager: StagedBlobs | None = None
+
+
+class StreamCounts(NamedTuple):
+    """What a chunk's stream did.
+
+    Attributes:
+        copied, skipped: entries.
+        copied_bytes: handed to the device.
+        num_waits: how often the compute thread waited for an entry to be issued.
+        waited_us: for how long.
+        num_copies: pieces that they were copied in; neighbouring blobs are one.
+    """
+
+    copied: int
+    skipped: int
+    copied_bytes: int
+    num_waits: int
+    waited_us: int
+    num_copies: int
+
+
+class ChunkStream:
+    """The experts of one chunk on their way to the device; a context manager.
+
+    Use from the compute thread: await_event(), publish() and groups() for each layer in turn, then
+    finish(). Leaving early stops the issuer; copies that are queued then still run: Ring.drain().
+
+    Args:
+        ranking: of the experts.
+        ring: of at most SMALL_RING_SLOTS slots: only routed experts are copied, when routing is
+            known; with more, every expert that is not resident, ahead of it.
+        blobs: where the bytes are.
+        options: see StreamOptions.
+        keep: see ConsumerRules.
+
+    Attributes:
+        entries: the chunk's list. For a small ring it grows with publish().
+
+    Raises:
+        ConfigError: the depth is out of range.
+        ShapeError: a blob is larger than a slot.
+    """
+
+    def __init__(
+        self,
+        ranking: Ranking,
+        ring: Ring,
+        blobs: Blobs,
+        options: StreamOptions,
+        keep: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        is_small = ring.num_slots <= SMALL_RING_SLOTS
+        skips = options.skips_unrouted and not is_small
+        if is_small:
+            self.entries = EntryList(ranking.num_layers)
+        else:
+            self.entries = list_entries(ranking, blobs.needs_stager)
+        gate = Gate(ranking.num_layers, ranking.num_experts) if skips else None
+        self._link = RingLink(ring, self.entries, blobs.layers, blobs.stager)
+        depth = _depth_rule(options.depth) if skips else None
+        rules = WalkRules(ring.num_slots, depth, options.together)
+        self._walk = Walk(self.entries, self._link, rules, gate)
+        issues = ThreadIssuer if options.has_thread else InlineIssuer
+        self._issuer: Issuer = issues(self._walk, options.watchdog_s)
+        grouping = ConsumerRules(group=options.group, takes_landed=options.takes_landed, keep=keep)
+        self._consumer = Consumer(
+            ranking, self.entries, ring, self._issuer, gate, grouping, blobs.needs_stager
+        )
+
+    @property
+    def counts(self) -> StreamCounts:
+        """What was done so far."""
+        walk, issuer, link = self._walk, self._issuer, self._link
+        waited_us = round(issuer.waited_s * 1e6)
+        return StreamCounts(
+            walk.copied,
+            walk.skipped,
+            link.copied_bytes,
+            issuer.num_waits,
+            waited_us,
+            link.num_copies,
+        )
+
+    def publish(self, layer: int, expert_start: NDArray[np.integer]) -> None:
+        """See Consumer.publish."""
+        self._consumer.publish(layer, expert_start)
+
+    def groups(self, layer: int) -> Iterator[range]:
+        """See Consumer.groups."""
+        return self._consumer.groups(layer)
+
+    def await_event(self, event: Event, what: str) -> None:
+        """Wait for the device; see Issuer.await_event."""
+        self._issuer.await_event(event, what)
+
+    def finish(self) -> None:
+        """Blocks until every entry is copied or skipped; the last copies may still be under way.
+
+        Raises:
+            StrataError: a copy failed, or nothing moved.
+        """
+        self._issuer.finish()
+
+    def stop(self) -> None:
+        """Ends the stream and whoever waits for it. Any thread may call it."""
+        self._issuer.stop()
+
+    def report(self) -> str:
+        """Where the stream is, for messages."""
+        return self._walk.report()
+
+    def __enter__(self) -> Self:
+        self._issuer.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            self._issuer.close()
+        except StallError as error:
+            if exc[0] is None:
+                raise
+            logger.warning("%s", error)  # the first exception says more
+
+
+def _depth_rule(depth: int) -> DepthRule:
+    return FixedDepth(depth) if depth else AutoDepth()

@@ -1,0 +1,185 @@
+"""Deliberately broken parts. The checker must catch every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Event, Tensor
+from strata_cli.engine.experts.consumer import Consumer
+from strata_cli.engine.experts.gate import Gate
+from strata_cli.engine.experts.ring import Pair, Ring, RingLink
+from strata_cli.engine.experts.walk import ANY_NUMBER, Walk
+from tests.experts.simulator import Parts
+
+
+class SkipsARoutedEntry(Walk):
+    def _drop(self, k: int, count: int) -> int:
+        k = super()._drop(k, count)
+        return super()._drop(k + 1, count) if k < count and k % 7 == 3 else k
+
+
+class SkipsUnpublishedLayers(Walk):
+    def _drop(self, k: int, count: int) -> int:
+        k = super()._drop(k, count)
+        while self._rows is not None and k < count and self._rows[self.entries.layers[k]] is None:
+            k += 1
+        return k
+
+
+class SkipsStagedEntries(Walk):
+    def _drop(self, k: int, count: int) -> int:
+        k = super()._drop(k, count)
+        while k < count and self._rows is not None:
+            row = self._rows[self.entries.layers[k]]
+            if row is None or row[self.entries.ranks[k]]:
+                break
+            k += 1
+        return k
+
+
+class IgnoresTheRing(Walk):
+    def _ring_end(self) -> int:
+        return ANY_NUMBER
+
+
+class OneSlotTooMany(Walk):
+    def _ring_end(self) -> int:
+        return super()._ring_end() + 1
+
+
+class IgnoresTheDepth(Walk):
+    def _link_room(self, wanted: int) -> int:  # noqa: ARG002  the walk's signature
+        return ANY_NUMBER
+
+
+class OneCopyTooDeep(Walk):
+    def _link_room(self, wanted: int) -> int:
+        return super()._link_room(wanted) + 1
+
+
+class CopiesTwice(Walk):
+    def _copy(self, batch: list[int]) -> None:
+        super()._copy(batch)
+        if batch[-1] == 5:
+            super()._copy(batch)
+
+
+class ForgetsUsedEvents(Ring):
+    def _await_reads(self, slots: Sequence[int]) -> None:
+        pass
+
+
+class AwaitsTheFirstSlotOnly(Ring):
+    def _await_reads(self, slots: Sequence[int]) -> None:
+        super()._await_reads(slots[:1])
+
+
+class ReleasesTheLastSlotOnly(Ring):
+    def release(self, entries: Sequence[int]) -> None:
+        super().release(entries[-1:])
+
+
+class WritesTheNextSlot(Ring):
+    def room(self, slot: int, nbytes: int) -> Tensor:
+        return super().room((slot + 1) % self.num_slots, nbytes)
+
+
+class RecordsCopiedTooEarly(Ring):
+    def copy_in(self, batch: Sequence[int], pairs: Sequence[Pair]) -> Event:
+        event = self._copied_events[batch[-1] % self.num_slots]
+        self.copies.record(event)
+        for k in batch:
+            self.copied[k % self.num_slots] = event
+        self._await_reads([k % self.num_slots for k in batch])
+        self.copies.copy_many(pairs)
+        return event
+
+
+class ForgetsToAwaitCopies(Ring):
+    def await_copy(self, k: int) -> None:
+        pass
+
+
+class RunsTooFar(RingLink):
+    def _run_length(self, batch: Sequence[int], at: int) -> int:
+        run, first = super()._run_length(batch, at), batch[at]
+        blobs_left = (
+            self._blobs[self._entries.layers[first]].shape[0] - self._entries.experts[first]
+        )
+        slots_left = self._ring.num_slots - first % self._ring.num_slots
+        return min(run + 1, len(batch) - at, blobs_left, slots_left)
+
+
+class CopiesTheNeighbour(RingLink):
+    def _pair(self, k: int, run: int) -> Pair:
+        to, source = super()._pair(k, run)
+        return to, Tensor(source.buffer, 0, source.shape, source.dtype)
+
+
+class FlagBeforeRow(Gate):
+    """A layer looks published, with an empty row, until the next layer is published."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        super().__init__(num_layers, num_experts)
+        self._late: list[tuple[int, bytes]] = []
+
+    def publish(self, layer: int, routed: NDArray[np.bool_]) -> None:
+        for late_layer, row in self._late:
+            self._rows[late_layer] = row
+        self._late = [(layer, routed.astype(np.uint8).tobytes())]
+        self._rows[layer] = bytes(len(routed))
+
+
+class PublishesAnotherLayer(Gate):
+    def publish(self, layer: int, routed: NDArray[np.bool_]) -> None:
+        super().publish((layer + 1) % len(self._rows), routed)
+
+
+class ReleasesBeforeReading(Consumer):
+    def groups(self, layer: int) -> Iterator[range]:
+        for group in super().groups(layer):
+            entries = [k for k in self._entries.of_layer(layer) if self._entries.ranks[k] in group]
+            if entries:
+                self._give_back(entries[-1] + 1)
+                self._ring.release(entries)
+            yield group
+
+
+class GivesBackWithoutRelease(Consumer):
+    def groups(self, layer: int) -> Iterator[range]:
+        self._ring.release = lambda entries: None  # type: ignore[method-assign]  # noqa: ARG005
+        yield from super().groups(layer)
+
+
+class LeavesOutTheLastGroup(Consumer):
+    def groups(self, layer: int) -> Iterator[range]:
+        groups = list(super().groups(layer))
+        yield from groups[:-1]
+
+
+BROKEN = {
+    "skips a routed entry": (Parts(walk=SkipsARoutedEntry), "R3"),
+    "skips what is not published": (Parts(walk=SkipsUnpublishedLayers), "R3"),
+    "skips staged entries": (Parts(walk=SkipsStagedEntries), "R3"),
+    "ignores the ring rule": (Parts(walk=IgnoresTheRing), "R6"),
+    "one slot too many": (Parts(walk=OneSlotTooMany), "R6"),
+    "ignores the depth rule": (Parts(walk=IgnoresTheDepth), "R5"),
+    "one copy too deep": (Parts(walk=OneCopyTooDeep), "R5"),
+    "copies an entry twice": (Parts(walk=CopiesTwice), "R1"),
+    "forgets used events": (Parts(ring=ForgetsUsedEvents), "R9"),
+    "awaits the first slot only": (Parts(ring=AwaitsTheFirstSlotOnly), "R9"),
+    "releases the last slot only": (Parts(ring=ReleasesTheLastSlotOnly), "R9"),
+    "writes the next slot": (Parts(ring=WritesTheNextSlot), "R2"),
+    "records copied events too early": (Parts(ring=RecordsCopiedTooEarly), "R2"),
+    "forgets to await copies": (Parts(ring=ForgetsToAwaitCopies), "R2"),
+    "runs across what is not adjacent": (Parts(link=RunsTooFar), "R2"),
+    "copies a neighbour's bytes": (Parts(link=CopiesTheNeighbour), "R2"),
+    "raises the flag before the row": (Parts(gate=FlagBeforeRow), "R3"),
+    "publishes another layer": (Parts(gate=PublishesAnotherLayer), "R3"),
+    "releases before reading": (Parts(consumer=ReleasesBeforeReading), "R9"),
+    "gives back without release": (Parts(consumer=GivesBackWithoutRelease), "R9"),
+    "leaves out the last group": (Parts(consumer=LeavesOutTheLastGroup), "R1"),
+}
