@@ -26,7 +26,7 @@ from strata_cli.engine.forward.rows import single
 from strata_cli.engine.forward.state import new_state
 from strata_cli.engine.kernels.hash import fnv1a64
 from strata_cli.engine.kernels.head import log_softmax_row
-from strata_cli.engine.kernels.jit import keep_as_complete
+from strata_cli.engine.kernels.jit import keep_as_complete, why_uncached
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -98,8 +98,8 @@ def _rare_collections() -> Iterator[None]:
 
 @contextmanager
 def _helper(model: Path) -> Iterator[None]:
-    """The second process, ended with the block; nothing where it could not run beside this one."""
-    if usable_threads() < 2 or not sys.executable:
+    """The second process, ended with the block; nothing where it could not help this one."""
+    if usable_threads() < 2 or not sys.executable or why_uncached():
         yield
         return
     command = [sys.executable, "-I", "-c", _BOOT, os.fspath(model), *sys.path]

@@ -21,7 +21,7 @@ from strata_cli.engine.forward.planning import DEFAULT_HOMES, Homes, Wishes, pla
 from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash, new_state
 from strata_cli.engine.forward.workspace import Workspace
-from strata_cli.engine.kernels.jit import is_cold
+from strata_cli.engine.kernels.jit import is_cold, why_uncached
 from strata_cli.engine.model.chat_template import ChatTemplate
 from strata_cli.engine.model.shards import model_stem
 from strata_cli.engine.model.spec import ModelSpec
@@ -127,8 +127,8 @@ class Engine:
             model = resources.enter_context(load_model_file(options.model))
             device = resources.enter_context(_open_device(options))
             is_cold_host = options.compile_ahead and device.name == "host" and is_cold()
-            if is_cold_host and notice is not None:
-                notice(COLD_NOTICE)
+            if is_cold_host:
+                _announce_compiling(notice)
             tokenizer = Tokenizer.from_metadata(model.metadata)
             chat_template = ChatTemplate.from_metadata(model.metadata)
             if chat_template is not None:
@@ -336,6 +336,14 @@ class Sequence:
                 f"{self.position + len(ids)} tokens do not fit the context of {context}",
                 hint="shorten the prompt or raise --max-context",
             )
+
+
+def _announce_compiling(notice: Notice | None) -> None:
+    problem = why_uncached()
+    if problem:
+        logger.warning("compiling kernels at every start, they cannot be kept: %s", problem)
+    elif notice is not None:
+        notice(COLD_NOTICE)
 
 
 def _open_device(options: EngineOptions) -> Device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strata_cli.engine.device import nvrtc
+from strata_cli.engine.device.cache_folder import CacheFolder
 from strata_cli.engine.device.nvrtc import (
     Build,
     Compiler,
@@ -123,20 +126,22 @@ cubins = st.builds(
 def test_an_entry_comes_back_as_it_was_stored(
     cubin: Cubin, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    cache = CubinCache(tmp_path_factory.mktemp("cache") / "deep" / "folder")
+    folder = tmp_path_factory.mktemp("cache") / "deep" / "folder"
+    cache = CubinCache(folder)
     assert cache.load(KEY) is None
     cache.store(KEY, cubin)
     assert cache.load(KEY) == cubin
-    assert [path.name for path in cache.folder.iterdir()] == [f"{KEY}.cubin"]
+    assert [path.name for path in folder.iterdir()] == [f"{KEY}.cubin"]
 
 
 @given(data=st.data())
 def test_a_damaged_entry_counts_as_absent(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    cache = CubinCache(tmp_path_factory.mktemp("cache"))
+    folder = tmp_path_factory.mktemp("cache")
+    cache = CubinCache(folder)
     cache.store(KEY, Cubin(b"machine code", {"f<1>": "_Z1f"}))
-    path = cache.folder / f"{KEY}.cubin"
+    path = folder / f"{KEY}.cubin"
     good = path.read_bytes()
     at = data.draw(st.integers(0, len(good) - 1))
     flipped = bytearray(good)
@@ -177,8 +182,40 @@ def test_a_folder_that_cannot_be_written_costs_only_a_warning(
     cache = CubinCache(blocked / "cache")
     with caplog.at_level(logging.WARNING):
         cache.store(KEY, Cubin(b"x", {}))
+        cache.store(KEY, Cubin(b"x", {}))
     assert str(blocked) in caplog.text
+    assert len(caplog.messages) == 1
     assert cache.load(KEY) is None
+
+
+def test_a_full_disk_costs_one_warning_and_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fill)
+    cache = CubinCache(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        cache.store(KEY, Cubin(b"x", {}))
+        cache.store("other", Cubin(b"x", {}))
+    assert caplog.messages == [
+        f"cannot keep compiled kernels in {tmp_path}: No space left on device"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_folder_nothing_is_kept_and_one_line_says_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "open_cache", lambda *_: CacheFolder(None, "/x: is a link"))
+    with caplog.at_level(logging.WARNING):
+        cache = nvrtc.user_cache()
+        cache.store(KEY, Cubin(b"x", {}))
+        assert cache.load(KEY) is None
+    assert caplog.messages == [
+        "compiling kernels at every start, they cannot be kept: /x: is a link"
+    ]
 
 
 WRITER = """

@@ -46,6 +46,20 @@ def test_a_first_start_says_so_counts_kernels_and_is_the_last(marker: Path) -> N
     assert gc.get_threshold() == thresholds
 
 
+def test_a_start_without_a_cache_says_so_in_one_line_and_goes_on_alone(
+    monkeypatch: pytest.MonkeyPatch, marker: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    marker.touch()
+    notices: list[str] = []
+    monkeypatch.setattr(jit, "_keeper", jit._Keeper("/tmp/x: is a link"))
+    monkeypatch.setattr(subprocess, "Popen", None)  # a second process could not help
+    Engine.open(OPTIONS, notice=notices.append).close()
+    assert notices == []
+    assert caplog.messages == [
+        "compiling kernels at every start, they cannot be kept: /tmp/x: is a link"
+    ]
+
+
 def test_a_start_that_is_interrupted_is_not_the_last_first_one(marker: Path) -> None:
     def interrupt(done: int, _total: int) -> None:
         if done == 3:

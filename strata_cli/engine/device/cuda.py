@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Home, Kernel, MemoryInfo
-from strata_cli.engine.device.cache_folder import cache_root
 from strata_cli.engine.device.cuda_driver import Context, Gpu, check
 from strata_cli.engine.device.cuda_event import CudaEvent
 from strata_cli.engine.device.cuda_kernels import Loader
@@ -25,7 +24,7 @@ from strata_cli.engine.device.cuda_memory import (
 )
 from strata_cli.engine.device.cuda_pinned import PinnedBuffer
 from strata_cli.engine.device.cuda_stream import CudaStream
-from strata_cli.engine.device.nvrtc import CubinCache
+from strata_cli.engine.device.nvrtc import CubinCache, user_cache
 from strata_cli.engine.device.sizes import gib
 from strata_cli.errors import DeviceError, OutOfMemory
 
@@ -73,9 +72,8 @@ class CudaDevice:
         except DeviceError:
             self._context.drop()
             raise
-        self._loader = Loader(
-            self._context, CubinCache(options.cache_folder or cache_root() / "cubins")
-        )
+        folder = options.cache_folder
+        self._loader = Loader(self._context, CubinCache(folder) if folder else user_cache())
         self._streams: list[CudaStream] = []
         self._closed = False
         atexit.register(self.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from strata_cli.engine.device.cache_folder import open_cache
 from strata_cli.errors import ConfigError, DeviceError
 
 logger = logging.getLogger(__name__)
@@ -177,14 +179,20 @@ class CubinCache:
     A file is written under another name and renamed, so it is there whole or not at all; two
     processes that compile the same thing write the same bytes. A file that does not match its own
     checksum counts as absent.
+
+    Args:
+        folder: where to keep them; None keeps nothing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
+        self._is_writable = True
 
     def load(self, key: str) -> Cubin | None:
         """The entry, or None where it is absent or damaged."""
-        path = self._path(key)
+        if self.folder is None:
+            return None
+        path = self.folder / _file_name(key)
         try:
             data = path.read_bytes()
         except OSError:
@@ -196,18 +204,39 @@ class CubinCache:
 
     def store(self, key: str, cubin: Cubin) -> None:
         """Writes the entry. A folder that cannot be written costs a warning and the next start."""
+        if self.folder is None or not self._is_writable:
+            return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                dir=self.folder, prefix=".new-", delete=False
-            ) as entry:
-                entry.write(_pack(cubin))
-            os.replace(entry.name, self._path(key))
+            _write_whole(self.folder / _file_name(key), _pack(cubin))
         except OSError as error:
+            self._is_writable = False
             logger.warning("cannot keep compiled kernels in %s: %s", self.folder, error.strerror)
 
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.cubin"
+
+def user_cache() -> CubinCache:
+    """The user's cache of compiled kernels; where there is none, says why and keeps nothing."""
+    folder = open_cache("cubins")
+    if folder.path is None:
+        logger.warning("compiling kernels at every start, they cannot be kept: %s", folder.problem)
+    return CubinCache(folder.path)
+
+
+def _file_name(key: str) -> str:
+    return f"{key}.cubin"
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a file under another name, then rename it.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.ExitStack() as undo:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as entry:
+            undo.callback(Path(entry.name).unlink, missing_ok=True)
+            entry.write(data)
+        os.replace(entry.name, path)
 
 
 def _pack(cubin: Cubin) -> bytes:
