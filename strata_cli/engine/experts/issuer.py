@@ -113,9 +113,10 @@ class ThreadIssuer:
             return
         start = time.perf_counter()
         watchdog = Watchdog(self.walk, self._watchdog_s)
+        longest_s = min(self._watchdog_s or LONGEST_WAIT_S, LONGEST_WAIT_S)
         while self.walk.issued <= k:
             self._check_going_on()
-            self._issued.wait(LONGEST_WAIT_S)
+            self._issued.wait(longest_s)
             watchdog.check(f"entry {k}")
         self.num_waits += 1
         self.waited_s += time.perf_counter() - start

@@ -1,0 +1,130 @@
+"""Chunks streamed for real on a device, with every slot copied out when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Buffer, Device, Event, Tensor
+from strata_cli.engine.experts.entries import rank_experts
+from strata_cli.engine.experts.ring import Ring
+from strata_cli.engine.experts.streaming import Blobs, ChunkStream, StreamCounts, StreamOptions
+from tests.experts.cases import plain_case
+from tests.experts.simulator import Case
+
+
+def large_case(
+    num_layers: int = 6,
+    num_experts: int = 24,
+    *,
+    blob_bytes: int = 40_000,
+    ring_slots: int = 20,
+    routed: float = 0.4,
+    seed: int = 0,
+) -> Case:
+    """A chunk whose copies take some time."""
+    case = plain_case(num_layers, num_experts, ring_slots=ring_slots, routed=routed, seed=seed)
+    return replace(case, blob_bytes=(blob_bytes,) * num_layers)
+
+
+class ReadyStager:
+    """Blobs of jobs in pinned memory from the start."""
+
+    def __init__(self) -> None:
+        self.blobs: list[Tensor] = []
+        self.events: list[Event] = []
+
+    def is_ready(self, job: int) -> bool:
+        return job < len(self.blobs)
+
+    def blob(self, job: int) -> Tensor:
+        return self.blobs[job]
+
+    def sent(self, job: int, copied: Event) -> None:
+        assert job == len(self.events)
+        self.events.append(copied)
+
+
+class Lab:
+    """A device with blobs, a ring and two streams; it outlives chunks."""
+
+    def __init__(self, device: Device, case: Case) -> None:
+        self.device = device
+        self.case = case
+        self.copies, self.reads = device.stream("copies"), device.stream("reads")
+        slot_bytes = max(case.blob_bytes)
+        memory = device.allocate(case.ring_slots * slot_bytes)
+        slots = Tensor.over(memory, (case.ring_slots, slot_bytes), np.uint8)
+        self.ring = Ring(device, slots, self.copies, self.reads)
+        self.layers = [self._stamped(layer, size) for layer, size in enumerate(case.blob_bytes)]
+        self.kept: list[int] = []
+
+    def _stamped(self, layer: int, nbytes: int) -> Tensor:
+        num_experts = self.case.resident.shape[1]
+        buffer = self.device.allocate_pinned(num_experts * nbytes)
+        blobs = Tensor.over(buffer, (num_experts, nbytes), np.uint8)
+        rng = np.random.default_rng(layer)
+        blobs.numpy()[:] = rng.integers(0, 256, blobs.shape, np.uint8)
+        return blobs
+
+    def stream_chunk(self, case: Case, options: StreamOptions) -> StreamCounts:
+        """Stream one chunk and compare what was read with what should have been."""
+        ranking = rank_experts(case.resident, case.order)
+        routed = np.take_along_axis(case.routed, ranking.expert_at, axis=1)
+        stager = ReadyStager()
+        for layer, expert in self._jobs(case):
+            blob = self.layers[layer].rows(expert, expert + 1)
+            stager.blobs.append(blob.reshape(blob.size))
+        blobs = Blobs(self.layers, case.staged, stager)
+        num_reads = int((case.routed & ~case.resident).sum())
+        record = self.device.allocate_pinned(max(num_reads * self.ring.slot_bytes, 1))
+        expected: list[NDArray[np.uint8]] = []
+        with ChunkStream(ranking, self.ring, blobs, options, self.kept.extend) as stream:
+            entries = stream.entries
+            for layer in range(ranking.num_layers):
+                stream.publish(layer, np.concatenate([[0], np.cumsum(routed[layer])]))
+                entry_of = {entries.ranks[k]: k for k in entries.of_layer(layer)}
+                for group in stream.groups(layer):
+                    for rank in group:
+                        if rank in entry_of and routed[layer, rank]:
+                            self._read(entry_of[rank], layer, record, len(expected))
+                            expert = entries.experts[entry_of[rank]]
+                            expected.append(self.layers[layer].numpy()[expert])
+            stream.finish()
+        self.reads.synchronize()
+        self.copies.synchronize()
+        assert len(expected) == num_reads
+        self._compare(record.host_bytes, expected)
+        record.close()
+        return stream.counts
+
+    def _jobs(self, case: Case) -> list[tuple[int, int]]:
+        """Staged experts in list order. Only for cases in which every entry is listed at once."""
+        order = rank_experts(case.resident, case.order).expert_at
+        return [
+            (layer, int(expert))
+            for layer in range(len(order))
+            for expert in order[layer]
+            if case.staged[layer, expert]
+        ]
+
+    def _read(self, k: int, layer: int, record: Buffer, index: int) -> None:
+        nbytes = self.case.blob_bytes[layer]
+        slot = self.ring.room(k % self.ring.num_slots, nbytes)
+        to = Tensor(record, index * self.ring.slot_bytes, (nbytes,), slot.dtype)
+        self.reads.copy(to, slot)
+
+    def _compare(
+        self, record: NDArray[np.uint8] | None, expected: Sequence[NDArray[np.uint8]]
+    ) -> None:
+        assert record is not None
+        for index, blob in enumerate(expected):
+            start = index * self.ring.slot_bytes
+            assert (record[start : start + blob.size] == blob).all(), f"read {index} is not its own"
+
+    def close(self) -> None:
+        self.ring.drain()
+        self.ring.close()
