@@ -135,9 +135,9 @@ def parse_ids(text: str, flag: str) -> list[int]:
         try:
             ids.append(to_int(part))
         except ValueError:
+            where = "" if part == text else f" in {quoted(text)}"
             raise InputError(
-                f"{flag} must be whole numbers with commas between, got {quoted(part)} "
-                f"in {quoted(text)}",
+                f"{flag} must be whole numbers with commas between, got {quoted(part)}{where}",
                 hint=f"for example {flag} 9906,11,1917",
             ) from None
     return ids

@@ -203,6 +203,24 @@ def test_unknown_device_names_are_refused(name: str) -> None:
         open_device(name)
 
 
+def test_threads_that_the_system_refuses_are_counted_and_those_before_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(DeviceError, match="cannot start 9 threads: the system allowed 3") as caught:
+        WorkerPool(9)
+    assert "--threads 3" in caught.value.hint
+    assert not any(thread.is_alive() for thread in started)
+
+
 def test_negative_thread_counts_are_refused() -> None:
     with pytest.raises(ConfigError, match="-1"):
         open_device("host", threads=-1)

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from strata_cli.engine.device.base import HostFunction
+from strata_cli.errors import DeviceError
 
 CHUNKS_PER_THREAD = 4  # so that a thread that the system held up leaves its share to the others
 
@@ -55,17 +56,29 @@ class _Job:
 
 
 class WorkerPool:
-    """Threads shared by the streams of a device. The calling thread always works too."""
+    """Threads shared by the streams of a device. The calling thread always works too.
+
+    Raises:
+        DeviceError: the system does not let this process have so many threads.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"strata-worker-{index}", daemon=True)
-            for index in range(num_threads - 1)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for index in range(num_threads - 1):
+            thread = threading.Thread(
+                target=self._serve, name=f"strata-worker-{index}", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # how Python says that the system refuses
+                self.close()
+                raise DeviceError(
+                    f"cannot start {num_threads} threads: the system allowed {index + 1}",
+                    hint=f"--threads {index + 1} or fewer, or a higher limit (ulimit -u)",
+                ) from error
+            self._threads.append(thread)
 
     def run(self, function: HostFunction, items: int, chunks: int, args: tuple[Any, ...]) -> None:
         """Runs function over [0, items) in the given number of chunks; blocks until all are done.
