@@ -15,7 +15,7 @@ def main() -> int:
     """Run the command line of this process; the exit code."""
     try:
         return run_process(_load)
-    except KeyboardInterrupt:  # before it was handled, as above
+    except KeyboardInterrupt:  # outside of all that handles it, as above
         os._exit(INTERRUPTED)
 
 

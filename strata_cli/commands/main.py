@@ -121,6 +121,8 @@ def _explain(error: click.ClickException) -> str:
 
 
 def _report(message: str, exit_code: int) -> int:
+    if interrupts.is_asked:  # what fails then, fails because of it
+        return INTERRUPTED
     report(message)
     return exit_code
 

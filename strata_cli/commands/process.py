@@ -19,9 +19,9 @@ def run_process(load: Callable[[], Callable[[], int]]) -> int:
     Args:
         load: imports what is to be run.
     """
+    interrupts.install()
+    results = open_streams()
     try:
-        interrupts.install()
-        results = open_streams()
         with interrupts.at_once():
             body = load()
         exit_code = body()
@@ -35,7 +35,10 @@ def run_process(load: Callable[[], Callable[[], int]]) -> int:
             raise
     finally:
         interrupts.finish()
-    return INTERRUPTED if interrupts.is_asked else exit_code
+    if interrupts.is_asked:
+        results.drop()  # a reader that takes nothing would hold up the end, deaf to interrupts
+        return INTERRUPTED
+    return exit_code
 
 
 def output_failed(error: OutputFailed) -> int:

@@ -12,7 +12,7 @@ import io
 import os
 import select
 import sys
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from strata_cli.errors import StrataError
 
@@ -31,24 +31,58 @@ class OutputFailed(StrataError):  # noqa: N818 - says what happened, as the erro
         self.is_pipe_closed = error.errno == errno.EPIPE
 
 
-class _PatientFile(io.FileIO):
-    """A descriptor that waits where the other side set it to answer EAGAIN."""
+class _Writer(io.BufferedWriter):
+    """Writes all it is given, also where the other side set the descriptor to answer EAGAIN.
+
+    After its first failure it drops what comes. Only the buffer in C talks to the descriptor: an
+    interrupt between the two would make it write once more what was written already.
+    """
 
     def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor, "w", closefd=False)
+        super().__init__(io.FileIO(descriptor, "w", closefd=False))
+        self.has_failed = False
 
-    def _put(self, data: Any) -> int:
-        while (written := super().write(data)) is None:
-            select.select([], [self], [])
-        return written
+    def write(self, data: Any) -> int:
+        """Take bytes; the number of all of them."""
+        rest = memoryview(data).cast("B")
+        nbytes = rest.nbytes
+        while not self.has_failed:
+            try:
+                super().write(rest)
+                break
+            except BlockingIOError as error:
+                rest = rest[error.characters_written :]
+                self._wait()
+            except OSError as error:
+                self._fail(error)
+        return nbytes
+
+    def flush(self) -> None:
+        """Write what was taken."""
+        while not self.has_failed:
+            try:
+                super().flush()
+                break
+            except BlockingIOError:
+                self._wait()
+            except OSError as error:
+                self._fail(error)
+
+    def drop(self) -> None:
+        """Drop what was taken and not written, and all that comes. Does not block."""
+        self.has_failed = True
+
+    def _wait(self) -> None:
+        select.select([], [self.fileno()], [])
+
+    def _fail(self, _error: OSError) -> None:
+        self.drop()
 
 
-class ResultFile(_PatientFile):
-    """Takes results. After its first failure it drops what comes: one error is enough."""
+class ResultWriter(_Writer):
+    """Takes results; raises OutputFailed once, when they cannot be written."""
 
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor)
-        self.failure: OutputFailed | None = None
+    failure: OutputFailed | None = None
 
     def check(self) -> None:
         """Refuse a descriptor that is not open for writing.
@@ -60,36 +94,17 @@ class ResultFile(_PatientFile):
         if mode == os.O_RDONLY:
             self._fail(OSError(errno.EBADF, os.strerror(errno.EBADF)))
 
-    def write(self, data: Any) -> int:
-        """Bytes written, which may be fewer than asked.
-
-        Raises:
-            OutputFailed: they cannot be written.
-        """
-        if self.failure is not None:
-            return memoryview(data).nbytes
-        try:
-            return self._put(data)
-        except OSError as error:
-            self._fail(error)
-
-    def _fail(self, error: OSError) -> NoReturn:
-        self.failure = OutputFailed(error)
-        raise self.failure from error
+    def _fail(self, _error: OSError) -> None:
+        self.drop()
+        self.failure = OutputFailed(_error)
+        raise self.failure from _error
 
 
-class MessageFile(_PatientFile):
-    """Takes messages. One that cannot be written is dropped: there is nowhere to complain."""
-
-    def write(self, data: Any) -> int:
-        """Bytes written or dropped."""
-        try:
-            return self._put(data)
-        except OSError:
-            return memoryview(data).nbytes
+class MessageWriter(_Writer):
+    """Takes messages. Those that cannot be written are dropped: there is nowhere to complain."""
 
 
-def open_streams() -> ResultFile:
+def open_streams() -> ResultWriter:
     """Replace sys.stdout and sys.stderr by streams that behave as this module says.
 
     A stream that the caller closed gets /dev/null for its descriptor; or the next file that is
@@ -97,17 +112,17 @@ def open_streams() -> ResultFile:
     """
     if sys.stdin is None:
         os.open(os.devnull, os.O_WRONLY)
-    results = ResultFile(1 if sys.stdout is not None else os.open(os.devnull, os.O_RDONLY))
-    messages = MessageFile(2 if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY))
+    results = ResultWriter(1 if sys.stdout is not None else os.open(os.devnull, os.O_RDONLY))
+    messages = MessageWriter(2 if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY))
     sys.stdout = _text(results, sys.stdout)
     sys.stderr = _text(messages, sys.stderr)
     return results
 
 
-def _text(file: _PatientFile, before: TextIO | None) -> TextIO:
+def _text(writer: _Writer, before: TextIO | None) -> TextIO:
     errors = "backslashreplace" if before is None or before.errors == "strict" else before.errors
     return io.TextIOWrapper(
-        io.BufferedWriter(file),
+        writer,
         encoding=before.encoding if before is not None else "utf-8",
         errors=errors,
         line_buffering=True,
@@ -120,6 +135,6 @@ def require_stdout() -> None:
     Raises:
         OutputFailed: stdout is closed, or not open for writing.
     """
-    file = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if isinstance(file, ResultFile):
-        file.check()
+    writer = getattr(sys.stdout, "buffer", None)
+    if isinstance(writer, ResultWriter):
+        writer.check()
