@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -458,6 +459,37 @@ def test_a_graph_keeps_its_buffers(device: CudaDevice, driver: FakeDriver) -> No
     device.memory()
     assert not driver.allocated
     assert "cuGraphExecDestroy" in driver.names()
+
+
+@pytest.mark.parametrize("call", ["cuStreamBeginCapture", "cuStreamEndCapture", "cuMemsetD8Async"])
+def test_an_interrupt_behind_a_call_ends_the_capture(
+    device: CudaDevice, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    stream, is_begun = device.stream("compute"), False
+    answer = driver._answer
+
+    def count(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        nonlocal is_begun
+        if name in ("cuStreamBeginCapture", "cuStreamEndCapture"):
+            is_begun = name == "cuStreamBeginCapture"
+        result = answer(name, args)
+        if name == call and not driver.arguments("interrupted"):
+            driver.calls.append(("interrupted", ()))
+            raise KeyboardInterrupt
+        return result
+
+    def capture() -> None:
+        with stream.capture():
+            stream.fill(empty(device, (4,)), 0)
+
+    monkeypatch.setattr(driver, "_answer", count)
+    with contextlib.suppress(KeyboardInterrupt):
+        capture()
+    assert driver.arguments("interrupted")
+    assert not is_begun
+    stream.synchronize()
+    capture()
+    assert not is_begun
 
 
 def test_a_host_function_in_a_graph_is_dropped_with_it(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -147,3 +150,43 @@ def test_everything_else_goes_on_while_a_stream_captures(device: Device, stream:
         assert (download(device, other, y) == 0).all()
     stream.replay(graph)
     assert (download(device, stream, x) == 1).all()
+
+
+@pytest.mark.parametrize("line", range(40))
+def test_an_interrupt_at_any_line_leaves_the_stream_usable(
+    device: Device, stream: Stream, line: int
+) -> None:
+    """A line of the stream's own modules, or the way into a function there."""
+    seen = 0
+
+    def trace(frame: FrameType, event: str, _arg: object) -> object:
+        nonlocal seen
+        if not frame.f_code.co_filename.endswith("_stream.py"):
+            return None
+        is_finalizer = "__del__" in (
+            frame.f_code.co_name,
+            frame.f_back and frame.f_back.f_code.co_name,
+        )
+        if event in ("call", "line") and not is_finalizer:  # Python drops what is raised there
+            if seen == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            seen += 1
+        return trace
+
+    def capture() -> None:
+        with stream.capture():
+            stream.call(lambda: None)
+
+    x, traced = empty(device, (1,), np.int64), sys.gettrace()
+    upload(device, stream, x, np.array([1]))
+    sys.settrace(trace)  # type: ignore[arg-type]  # typeshed wants a trace function from itself
+    with contextlib.suppress(KeyboardInterrupt):
+        capture()
+    sys.settrace(traced)
+    affine(stream, x, 1, 1)
+    assert download(device, stream, x) == 2
+    with stream.capture() as graph:
+        affine(stream, x, 1, 1)
+    stream.replay(graph)
+    assert download(device, stream, x) == 3

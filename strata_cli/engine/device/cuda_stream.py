@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from strata_cli.engine.device.base import (
     Event,
@@ -235,26 +235,40 @@ class CudaStream:
         wait_until(lambda: is_done("cuStreamQuery()", driver.cuStreamQuery(stream)[0]))
         self._failure.check()
 
-    @contextmanager
-    def capture(self) -> Iterator[Graph]:
+    def capture(self) -> AbstractContextManager[Graph]:
+        return _Capture(self, CudaGraph(self._context))
+
+    def begin_capture(self, graph: CudaGraph) -> None:
+        """From here on operations go into the graph."""
         stream = self._enter("capture", in_graph=False)
         # Relaxed: other threads go on allocating and copying meanwhile.
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        check("cuStreamBeginCapture()", self._driver.cuStreamBeginCapture(stream, mode))
-        graph = self._capturing = CudaGraph(self._context)
-        self._context.owners.add(graph)
-        is_complete = False
+        self._capturing = graph  # first, so that whatever comes between is undone
         try:
-            yield graph
-            is_complete = True
-        finally:
-            self._capturing = None
-            answer = self._driver.cuStreamEndCapture(stream)
-            if is_complete:
-                graph.instantiate(check("cuStreamEndCapture()", answer))
-                check("cuGraphUpload()", self._driver.cuGraphUpload(graph.handle, stream))
-            elif not int(answer[0]):
+            check("cuStreamBeginCapture()", self._driver.cuStreamBeginCapture(stream, mode))
+        except BaseException:
+            self.drop_capture(graph)
+            raise
+        self._context.owners.add(graph)
+
+    def end_capture(self, graph: CudaGraph) -> None:
+        """Ends the capture and makes the graph executable."""
+        stream = self._handle
+        answer = self._driver.cuStreamEndCapture(stream)
+        self._capturing = None
+        graph.instantiate(check("cuStreamEndCapture()", answer))
+        check("cuGraphUpload()", self._driver.cuGraphUpload(graph.handle, stream))
+
+    def drop_capture(self, graph: CudaGraph) -> None:
+        """Ends the capture of this graph, if it is under way, without a result."""
+        if self._capturing is not graph:
+            return
+        if self._handle is not None:
+            self._context.enter()
+            answer = self._driver.cuStreamEndCapture(self._handle)
+            if not int(answer[0]):
                 self._driver.cuGraphDestroy(answer[1])
+        self._capturing = None
 
     def replay(self, graph: Graph) -> None:
         stream = self._enter("replay", in_graph=False)
@@ -288,6 +302,30 @@ class CudaStream:
             )
         self._context.enter()
         return self._handle
+
+
+class _Capture(NamedTuple):
+    """The block of a capture.
+
+    An interrupt can come at any line, even before the first one of __exit__. Then the capture ends
+    when nothing refers to its block any more. A tuple, because it is never there by half.
+    """
+
+    stream: CudaStream
+    graph: CudaGraph
+
+    def __enter__(self) -> Graph:
+        self.stream.begin_capture(self.graph)
+        return self.graph
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.stream.end_capture(self.graph)
+        else:
+            self.stream.drop_capture(self.graph)
+
+    def __del__(self) -> None:
+        self.stream.drop_capture(self.graph)
 
 
 def cuda_buffer(tensor: Tensor) -> CudaBuffer:

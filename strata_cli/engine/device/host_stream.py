@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -208,18 +208,17 @@ class HostStream:
     """An in-order queue and the thread that runs it.
 
     The owner's side only appends to the queue, and the thread sleeps in it when it is empty, so a
-    burst of launches wakes the thread once. ``_emit`` is where operations go: the queue, the list
-    of a graph being recorded, or an error once closed. ``_failure`` and ``_label`` are written by
-    the stream's thread alone, ``_emit`` and ``_closed`` by the owner (or the device's close).
+    burst of launches wakes the thread once. ``_recording`` is the graph being captured.
+    ``_failure`` and ``_label`` are written by the stream's thread alone, ``_recording`` and
+    ``_closed`` by the owner (or the device's close).
     """
 
     def __init__(self, name: str, pool: WorkerPool) -> None:
         self._name = name
         self._pool = pool
         self._queue: SimpleQueue[_Operation] = SimpleQueue()
-        self._emit: Callable[[_Operation], None] = self._queue.put
         self._closed = False
-        self._capturing = False
+        self._recording: HostGraph | None = None
         self._failure: DeviceError | None = None
         self._label = ""
         self._thread = threading.Thread(target=self._serve, name=f"strata-{name}", daemon=True)
@@ -278,17 +277,19 @@ class HostStream:
         ticket.wait()
         ticket.check()
 
-    @contextmanager
-    def capture(self) -> Iterator[Graph]:
+    def capture(self) -> AbstractContextManager[Graph]:
+        return _Capture(self, HostGraph())
+
+    def begin_capture(self, graph: HostGraph) -> None:
+        """From here on operations go into the graph."""
         self._check_not_capturing("capture")
         self._check_open()
-        graph = HostGraph()
-        self._capturing, self._emit = True, graph.operations.append
-        try:
-            yield graph
-        finally:
-            self._capturing = False
-            self._emit = self._refuse if self._closed else self._queue.put
+        self._recording = graph
+
+    def end_capture(self, graph: HostGraph) -> None:
+        """Ends the capture of this graph, if it is under way."""
+        if self._recording is graph:
+            self._recording = None
 
     def replay(self, graph: Graph) -> None:
         self._check_not_capturing("replay")
@@ -305,7 +306,6 @@ class HostStream:
         """Refuses new work and drops what is queued; does not wait for what runs."""
         if not self._closed:
             self._closed = True
-            self._emit = self._refuse
             self._queue.put(_END)
 
     def close(self) -> None:
@@ -313,15 +313,20 @@ class HostStream:
         self.stop()
         self._thread.join()
 
-    def _refuse(self, operation: _Operation) -> None:
-        raise DeviceError(f"stream {self._name!r} is closed: cannot {operation.label}")
+    def _emit(self, operation: _Operation) -> None:
+        if self._closed:
+            raise DeviceError(f"stream {self._name!r} is closed: cannot {operation.label}")
+        if self._recording is not None:
+            self._recording.operations.append(operation)
+        else:
+            self._queue.put(operation)
 
     def _check_open(self) -> None:
         if self._closed:
             raise DeviceError(f"stream {self._name!r} is closed")
 
     def _check_not_capturing(self, what: str) -> None:
-        if self._capturing:
+        if self._recording is not None:
             raise DeviceError(
                 f"stream {self._name!r} is capturing a graph: cannot {what}",
                 hint="a graph holds launches, copies, fills and calls; do the rest outside",
@@ -355,6 +360,27 @@ class HostStream:
         for self._label, run, _, _ in operations:
             assert run is not None
             run()
+
+
+class _Capture(NamedTuple):
+    """The block of a capture.
+
+    An interrupt can come at any line, even before the first one of __exit__. Then the capture ends
+    when nothing refers to its block any more. A tuple, because it is never there by half.
+    """
+
+    stream: HostStream
+    graph: HostGraph
+
+    def __enter__(self) -> Graph:
+        self.stream.begin_capture(self.graph)
+        return self.graph
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.end_capture(self.graph)
+
+    def __del__(self) -> None:
+        self.stream.end_capture(self.graph)
 
 
 _END = _Operation("end")
