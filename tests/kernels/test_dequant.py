@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from strata_cli.engine.kernels import dequant, jit
 from strata_cli.engine.kernels.dequant import Dequantizer, copy_decoded, dequantizer
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.pointers import address_of
@@ -78,6 +81,7 @@ def test_every_half_widens_exactly() -> None:
 FRESH = """
 import sys, threading
 from numba.core import event
+from strata_cli.engine.kernels import dequant, jit
 from strata_cli.engine.kernels.dequant import dequantizer
 with event.install_recorder("numba:compile") as recorder:
     threads = [threading.Thread(target=dequantizer, args=(int(i),)) for i in sys.argv[1:] * 3]
@@ -96,3 +100,20 @@ def test_a_second_process_compiles_no_decoder_again() -> None:
     command = [sys.executable, "-c", FRESH, *ids]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["[]", "True"]
+
+
+def test_the_compiler_runs_in_a_thread_where_no_interrupt_can_get_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+    compile_function = jit.c_function
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return compile_function(*args)
+
+    monkeypatch.setattr(dequant, "c_function", noted)
+    monkeypatch.setattr(dequant, "_ready", {})
+    dequantizer(QuantType.Q8_0)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()

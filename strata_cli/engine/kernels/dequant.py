@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -67,7 +68,9 @@ def _build(qtype: QuantType) -> Dequantizer:
         return Dequantizer(0, 0, layout.weights)
     name = qtype.name.lower()
     decoder = getattr(dequant_books, name, None) or getattr(dequant_blocks, name)
-    compiled = c_function(_SIGNATURE, _named_loop(decoder, layout))
+    # A thread of its own: inside the compiler Python would drop an interrupt of this one.
+    with ThreadPoolExecutor(1) as compiler:
+        compiled = compiler.submit(c_function, _SIGNATURE, _named_loop(decoder, layout)).result()
     _keep_alive.append(compiled)
     return Dequantizer(compiled.address, _code_book_address(qtype), layout.weights)
 
