@@ -94,6 +94,7 @@ class Lab:
                             expert = entries.experts[entry_of[rank]]
                             expected.append(self.layers[layer].numpy()[expert])
             stream.finish()
+        assert ((stream.use > 0) == case.routed).all()
         self.reads.synchronize()
         self.copies.synchronize()
         assert len(expected) == num_reads

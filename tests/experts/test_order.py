@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from strata_cli.engine.experts.depth import MOST_DEPTH, AutoDepth, FixedDepth
+from strata_cli.engine.experts.depth import LEAST_AUTO_DEPTH, MOST_DEPTH, AutoDepth, FixedDepth
 from strata_cli.engine.experts.order import by_score, expected_use, oracle
 from strata_cli.errors import ConfigError, ShapeError
 from tests.experts.cases import plain_case
@@ -73,4 +73,4 @@ def test_an_automatic_depth_grows_when_the_link_ran_dry_and_shrinks_when_it_neve
         assert rule.depth == expected
     for _ in range(100_000):
         rule.polled(rule.depth - 1, was_full=True)
-    assert rule.depth == 2
+    assert rule.depth == LEAST_AUTO_DEPTH

@@ -49,6 +49,9 @@ class Consumer:
         gate: where the walk looks for routing; None if it does not.
         rules: how experts are grouped.
         staged: experts that come through a stager, [L, E], for entries added here.
+
+    Attributes:
+        use: tokens of each expert in the layers published so far, int64 [L, E], by id.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Consumer:
         self._staged = staged
         self._lists_routed = not entries.is_complete
         self._row = np.zeros(ranking.num_experts, np.bool_)
+        self.use = np.zeros((ranking.num_layers, ranking.num_experts), np.int64)
 
     def publish(self, layer: int, expert_start: NDArray[np.integer]) -> None:
         """Tell the issuer which of the layer's experts any token wants.
@@ -86,7 +90,9 @@ class Consumer:
             raise ShapeError(
                 f"pairs of {self._ranking.num_experts} experts cannot be {expert_start.shape}"
             )
-        self._row = np.diff(expert_start) > 0
+        counts = np.diff(expert_start)
+        self._row = counts > 0
+        self.use[layer, self._ranking.expert_at[layer]] = counts
         if self._lists_routed:
             first = self._ranking.num_resident[layer]
             ranks = first + np.flatnonzero(self._row[first:])

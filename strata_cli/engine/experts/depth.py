@@ -12,7 +12,8 @@ from strata_cli.errors import ConfigError
 
 DEFAULT_DEPTH = 16
 MOST_DEPTH = 256
-CALM_POLLS = 64  # without the queue running low, before it is made shorter
+LEAST_AUTO_DEPTH = 4
+CALM_POLLS = 64  # in which less than half of the queue was needed, before it is made shorter
 
 
 class DepthRule(Protocol):
@@ -58,7 +59,7 @@ class FixedDepth:
 
 
 class AutoDepth:
-    """A depth that doubles when the link ran dry and shrinks while half of it is never needed."""
+    """A depth that doubles when the link ran dry and shrinks while half of it is not needed."""
 
     def __init__(self, depth: int = DEFAULT_DEPTH) -> None:
         self._depth = depth
@@ -75,11 +76,7 @@ class AutoDepth:
             return
         if unfinished == 0:
             self._depth = min(2 * self._depth, MOST_DEPTH)
+        self._calm = self._calm + 1 if 2 * unfinished > self._depth else 0
+        if self._calm >= CALM_POLLS:
+            self._depth = max(self._depth * 7 // 8, LEAST_AUTO_DEPTH)
             self._calm = 0
-        elif 2 * unfinished <= self._depth:
-            self._calm = 0
-        else:
-            self._calm += 1
-            if self._calm >= CALM_POLLS:
-                self._depth = max(self._depth - 1, 2)
-                self._calm = 0

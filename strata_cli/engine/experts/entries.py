@@ -171,20 +171,29 @@ class RingShape(NamedTuple):
     num_slots: int
 
 
-def address_table(
-    ranking: Ranking, entries: EntryList, resident: NDArray[np.int64], ring: RingShape
+def address_row(
+    ranking: Ranking, entries: EntryList, layer: int, resident: NDArray[np.int64], ring: RingShape
 ) -> NDArray[np.int64]:
-    """Where kernels find each expert of the layers listed so far, by rank: int64 [L, E].
+    """Where kernels find the experts of a layer that is listed, by rank: int64 [E].
 
     Args:
         ranking: of the experts.
-        entries: listed ones get the address of their ring slot.
-        resident: address of every resident expert, by id, [L, E]; what the others hold stays
-            for those that no entry lists.
+        entries: the layer's listed experts get the addresses of their ring slots.
+        layer: which one.
+        resident: address of every resident expert, by id, [E]; others that no entry lists keep
+            what is there.
         ring: where the slots are.
     """
-    table: NDArray[np.int64] = np.take_along_axis(resident, ranking.expert_at, axis=1)
-    k = np.arange(entries.count)
-    slots = ring.address + k % ring.num_slots * ring.slot_bytes
-    table[entries.layers[: entries.count], entries.ranks[: entries.count]] = slots
-    return table
+    row: NDArray[np.int64] = resident[ranking.expert_at[layer]]
+    of_layer = entries.of_layer(layer)
+    slots = np.arange(of_layer.start, of_layer.stop) % ring.num_slots
+    row[entries.ranks[of_layer.start : of_layer.stop]] = ring.address + slots * ring.slot_bytes
+    return row
+
+
+def address_table(
+    ranking: Ranking, entries: EntryList, resident: NDArray[np.int64], ring: RingShape
+) -> NDArray[np.int64]:
+    """address_row() of every layer: int64 [L, E]."""
+    rows = [address_row(ranking, entries, layer, row, ring) for layer, row in enumerate(resident)]
+    return np.array(rows, np.int64).reshape(resident.shape)

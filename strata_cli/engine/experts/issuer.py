@@ -8,7 +8,7 @@ from typing import Protocol
 
 from strata_cli.engine.device.base import Event
 from strata_cli.engine.experts.waiting import LONGEST_WAIT_S, Bell, Pace, Watchdog, poll
-from strata_cli.engine.experts.walk import Turn, Walk
+from strata_cli.engine.experts.walk import ANY_NUMBER, Turn, Walk
 from strata_cli.errors import StallError, StateError
 
 JOIN_S = 10.0  # a thread inside a device call must come back before that
@@ -81,7 +81,7 @@ class ThreadIssuer:
     """A thread that sleeps unless the walk can go on.
 
     ``_failure`` and then ``_has_ended`` are written by the issuer's thread, everything else by the
-    consumer's.
+    consumer's; ``_wanted`` is the entry that it waits for.
 
     Args:
         walk: whose turns to take.
@@ -95,6 +95,7 @@ class ThreadIssuer:
         self._watchdog_s = watchdog_s
         self._failure: BaseException | None = None
         self._has_ended = False
+        self._wanted = ANY_NUMBER
         self._work = Bell()  # wakes the issuer's thread
         self._issued = Bell()  # wakes the consumer's
         self._thread = threading.Thread(target=self._serve, name="strata-issuer", daemon=True)
@@ -114,10 +115,12 @@ class ThreadIssuer:
         start = time.perf_counter()
         watchdog = Watchdog(self.walk, self._watchdog_s)
         longest_s = min(self._watchdog_s or LONGEST_WAIT_S, LONGEST_WAIT_S)
+        self._wanted = k
         while self.walk.issued <= k:
             self._check_going_on()
             self._issued.wait(longest_s)
             watchdog.check(f"entry {k}")
+        self._wanted = ANY_NUMBER
         self.num_waits += 1
         self.waited_s += time.perf_counter() - start
 
@@ -136,7 +139,7 @@ class ThreadIssuer:
         """See Issuer."""
         if self.walk.entries.count:
             self.require(self.walk.entries.count - 1)
-        self._thread.join(JOIN_S)
+        self._join()
         self._check_failure()
 
     def stop(self) -> None:
@@ -148,7 +151,10 @@ class ThreadIssuer:
         """See Issuer."""
         self.stop()
         if self._thread.ident is not None:
-            self._thread.join(JOIN_S)
+            self._join()
+
+    def _join(self) -> None:
+        self._thread.join(JOIN_S)
         if self._thread.is_alive():
             raise StallError(
                 f"the issuer did not end within {JOIN_S:.0f} s; {self.walk.report()}",
@@ -159,7 +165,8 @@ class ThreadIssuer:
         pace = Pace()
         try:
             while (turn := self.walk.turn()) not in (Turn.DONE, Turn.STOPPED):
-                self._issued.ring()
+                if self.walk.issued > self._wanted:
+                    self._issued.ring()
                 if turn in (Turn.LINK_FULL, Turn.UNSTAGED):
                     now = time.perf_counter()
                     self._work.wait(pace.nap_s(self.walk.landed, self.walk.unfinished, now))

@@ -50,6 +50,7 @@ class Ring:
         self._released = [0] * num_slots
         self._num_releases = 0
         self._waited = 0
+        self._rooms: dict[int, list[Tensor]] = {}
 
     @property
     def shape(self) -> RingShape:
@@ -58,6 +59,12 @@ class Ring:
 
     def room(self, slot: int, nbytes: int) -> Tensor:
         """The first bytes of a slot, and of those behind it where nbytes needs more than one."""
+        rooms = self._rooms.get(nbytes)
+        if rooms is None:
+            rooms = self._rooms[nbytes] = [self._room(s, nbytes) for s in range(self.num_slots)]
+        return rooms[slot]
+
+    def _room(self, slot: int, nbytes: int) -> Tensor:
         offset = self._slots.offset_bytes + slot * self.slot_bytes
         return Tensor(self._slots.buffer, offset, (nbytes,), U8)
 

@@ -146,6 +146,11 @@ class ChunkStream:
             link.num_copies,
         )
 
+    @property
+    def use(self) -> NDArray[np.int64]:
+        """Tokens of each expert in the layers published so far, [L, E], by id."""
+        return self._consumer.use
+
     def publish(self, layer: int, expert_start: NDArray[np.integer]) -> None:
         """See Consumer.publish."""
         self._consumer.publish(layer, expert_start)
