@@ -396,21 +396,21 @@ def test_a_missing_shard_is_named_whichever_is_opened(
         assert error.hint == "all 3 shards of the model must lie in one folder"
 
 
-@pytest.mark.parametrize("opened", [0, 2])
+@pytest.mark.parametrize(("opened", "changed"), [(0, 1), (2, 1), (2, 0), (1, 0)])
 def test_the_metadata_of_every_shard_is_checked(
-    builder: GgufBuilder, tmp_path: Path, opened: int
+    builder: GgufBuilder, tmp_path: Path, opened: int, changed: int
 ) -> None:
     paths = write_shards(builder, tmp_path)
-    whole = paths[1].read_bytes()
+    whole = paths[changed].read_bytes()
     for key in (b"split.count", b"split.no"):
         at = whole.index(key) + len(key)
-        for wrong in (0, 7):
-            changed = struct.pack("<IH", ValueType.U16, wrong)
-            paths[1].write_bytes(whole[:at] + changed + whole[at + len(changed) :])
+        for wrong in (2, 7):
+            value = struct.pack("<IH", ValueType.U16, wrong)
+            paths[changed].write_bytes(whole[:at] + value + whole[at + len(value) :])
             error = refusal_of(paths[opened])
-            assert str(paths[1]) in error.message
+            assert str(paths[changed]) in error.message
             assert error.hint
-    paths[1].write_bytes(whole)
+    paths[changed].write_bytes(whole)
     assert len(open_gguf(paths[opened]).tensors) == 3
 
 
