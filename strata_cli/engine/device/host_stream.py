@@ -155,10 +155,15 @@ def resolve(argument: KernelArgument) -> Any:
     """A kernel argument as the host function gets it: tensors become arrays over their bytes."""
     if not isinstance(argument, Tensor):
         return argument
-    buffer = argument.buffer
+    memory = _memory_of(argument)
+    return np.ndarray(argument.shape, argument.dtype, memory, argument.offset_bytes)
+
+
+def _memory_of(tensor: Tensor) -> NDArray[np.uint8]:
+    buffer = tensor.buffer
     if not isinstance(buffer, HostBuffer):
         raise DeviceError(f"a host stream needs a host buffer, got {type(buffer).__name__}")
-    return np.ndarray(argument.shape, argument.dtype, buffer.memory(), argument.offset_bytes)
+    return buffer.memory()
 
 
 class BodyArguments(NamedTuple):
@@ -175,10 +180,7 @@ def body_arguments(kernel: Kernel, args: Sequence[KernelArgument]) -> BodyArgume
 
 
 def _flat(tensor: Tensor) -> NDArray[np.uint8]:
-    flat: NDArray[np.uint8] = resolve(
-        Tensor(tensor.buffer, tensor.offset_bytes, (tensor.nbytes,), np.dtype(np.uint8))
-    )
-    return flat
+    return np.ndarray((tensor.nbytes,), np.uint8, _memory_of(tensor), tensor.offset_bytes)
 
 
 def _writable(tensor: Tensor) -> NDArray[np.uint8]:
@@ -194,9 +196,10 @@ class _CopyViews(NamedTuple):
 
 
 def _copy_views(dst: Tensor, src: Tensor) -> _CopyViews:
-    if dst.nbytes != src.nbytes:
-        raise ShapeError(f"copy of {src.nbytes} bytes into {dst.nbytes} bytes")
-    return _CopyViews(_writable(dst), _flat(src))
+    to, source = _writable(dst), _flat(src)
+    if to.size != source.size:
+        raise ShapeError(f"copy of {source.size} bytes into {to.size} bytes")
+    return _CopyViews(to, source)
 
 
 def _copy_all(copies: list[_CopyViews]) -> None:
