@@ -11,6 +11,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,10 @@ from strata_cli.engine.kernels.jit import keep_as_complete, why_uncached
 Progress: TypeAlias = Callable[[int, int], None]
 
 # -I keeps the working folder out of the helper's search path; it gets this process's own instead.
-_BOOT = f"import sys; sys.path[:] = sys.argv[2:]; from {__name__} import main; main()"
+_BOOT = (
+    "import sys; sys.path[:] = sys.argv[2:];"
+    f" from {__name__} import end_with_parent, main; end_with_parent(); main()"
+)
 
 
 def compile_ahead(
@@ -104,11 +108,22 @@ def _helper(model: Path) -> Iterator[None]:
         return
     command = [sys.executable, "-I", "-c", _BOOT, os.fspath(model), *sys.path]
     quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet) as process:
+    pipe = subprocess.PIPE  # closed when this process ends, however it ends
+    with subprocess.Popen(command, stdin=pipe, stdout=quiet, stderr=quiet) as process:
         try:
             yield
         finally:
             process.terminate()
+
+
+def end_with_parent() -> None:
+    """End this process as soon as its stdin ends."""
+
+    def wait() -> None:
+        os.read(0, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def main() -> None:

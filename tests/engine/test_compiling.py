@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,7 +93,12 @@ def test_the_second_process_begins_where_the_first_one_ends(
     assert len(steps) > 10
 
 
-def test_ctrl_c_ends_a_first_start_and_its_second_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_the_end_of_a_first_start_is_the_end_of_its_second_process(
+    tmp_path: Path, number: int, code: int
+) -> None:
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "strata_cli", "read", "x", "--raw", "--progress"]
     with subprocess.Popen(
@@ -106,9 +113,22 @@ def test_ctrl_c_ends_a_first_start_and_its_second_process(tmp_path: Path) -> Non
         while b"compiling:" not in seen and (data := os.read(process.stderr.fileno(), 4096)):
             seen += data
         assert COLD_NOTICE.encode() in seen
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, number)
         output, error = process.communicate(timeout=30)
-        assert (process.returncode, output) == (130, b"")
+        assert (process.returncode, output) == (code, b"")
         assert b"Traceback" not in error
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)
+        until = time.monotonic() + 20
+        while (left := running(process.pid)) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not left
+
+
+def running(group: int) -> list[str]:
+    """Processes of a group, without those that are over and whose parent has not asked."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            state, _parent, its_group, *_ = path.read_text().rpartition(") ")[2].split()
+            if int(its_group) == group and state != "Z":
+                found.append(path.parent.name)
+    return found
