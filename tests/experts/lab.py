@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Buffer, Device, Event, Tensor
+from strata_cli.engine.device.transfer import download
 from strata_cli.engine.experts.entries import rank_experts
-from strata_cli.engine.experts.ring import Ring
+from strata_cli.engine.experts.keeping import KeptBlobs
+from strata_cli.engine.experts.ring import U8, Ring
 from strata_cli.engine.experts.streaming import Blobs, ChunkStream, StreamCounts, StreamOptions
 from tests.experts.cases import plain_case
 from tests.experts.simulator import Case
@@ -60,7 +62,6 @@ class Lab:
         slots = Tensor.over(memory, (case.ring_slots, slot_bytes), np.uint8)
         self.ring = Ring(device, slots, self.copies, self.reads)
         self.layers = [self._stamped(layer, size) for layer, size in enumerate(case.blob_bytes)]
-        self.kept: list[int] = []
 
     def _stamped(self, layer: int, nbytes: int) -> Tensor:
         num_experts = self.case.resident.shape[1]
@@ -70,7 +71,9 @@ class Lab:
         blobs.numpy()[:] = rng.integers(0, 256, blobs.shape, np.uint8)
         return blobs
 
-    def stream_chunk(self, case: Case, options: StreamOptions) -> StreamCounts:
+    def stream_chunk(
+        self, case: Case, options: StreamOptions, kept: KeptBlobs | None = None
+    ) -> StreamCounts:
         """Stream one chunk and compare what was read with what should have been."""
         ranking = rank_experts(case.resident, case.order)
         routed = np.take_along_axis(case.routed, ranking.expert_at, axis=1)
@@ -82,7 +85,7 @@ class Lab:
         num_reads = int((case.routed & ~case.resident).sum())
         record = self.device.allocate_pinned(max(num_reads * self.ring.slot_bytes, 1))
         expected: list[NDArray[np.uint8]] = []
-        with ChunkStream(ranking, self.ring, blobs, options, self.kept.extend) as stream:
+        with ChunkStream(ranking, self.ring, blobs, options, kept) as stream:
             entries = stream.entries
             for layer in range(ranking.num_layers):
                 stream.publish(layer, np.concatenate([[0], np.cumsum(routed[layer])]))
@@ -125,6 +128,17 @@ class Lab:
         for index, blob in enumerate(expected):
             start = index * self.ring.slot_bytes
             assert (record[start : start + blob.size] == blob).all(), f"read {index} is not its own"
+
+    def kept_blobs(self, num_slots: int) -> KeptBlobs:
+        memory = self.device.allocate(num_slots * self.ring.slot_bytes)
+        slots = Tensor.over(memory, (num_slots, self.ring.slot_bytes), np.uint8)
+        return KeptBlobs(self.ring, slots, self.case.blob_bytes, self.case.resident.shape[1])
+
+    def read_kept(self, kept: KeptBlobs, layer: int, expert: int) -> NDArray[np.uint8]:
+        """A host copy of a kept blob."""
+        slots, nbytes = kept._slots, self.case.blob_bytes[layer]
+        offset = int(kept.addresses[layer, expert]) - slots.buffer.address
+        return download(self.device, self.reads, Tensor(slots.buffer, offset, (nbytes,), U8))
 
     def close(self) -> None:
         self.ring.drain()

@@ -29,7 +29,7 @@ R11 to R15 compare runs or need threads: the tests of those names do that.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,7 +46,7 @@ from strata_cli.engine.experts.depth import DepthRule
 from strata_cli.engine.experts.entries import EntryList, Ranking, list_entries, rank_experts
 from strata_cli.engine.experts.gate import Gate
 from strata_cli.engine.experts.ring import Ring, RingLink
-from strata_cli.engine.experts.walk import Link, Walk, WalkRules
+from strata_cli.engine.experts.walk import Link, Turn, Walk, WalkRules
 
 STAGING_PLACES = 2
 
@@ -276,6 +276,7 @@ class World:
         )
         self.num_waits = 0
         self.waited_s = 0.0
+        self.turns: Counter[Turn] = Counter()
 
     def _entries(self, ranking: Ranking) -> EntryList:
         if self.case.lists_routed:
@@ -352,6 +353,10 @@ class World:
         total = walk.copied + walk.skipped
         require("R4", total == len(self.entries), f"{total} of {len(self.entries)} accounted for")
         require("R4", walk.copied == len(books.copied), f"{walk.copied} counted as copied")
+        of_layers = [
+            sum(layers[k] == i for k in books.copied) for i in range(self.entries.num_layers)
+        ]
+        require("R4", walk.copied_of_layer == of_layers, f"counted {walk.copied_of_layer} by layer")
         require("R7", walk.issued == len(self.entries), f"issued ends at {walk.issued}")
         self._check_groups()
         return Outcome(

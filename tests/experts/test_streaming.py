@@ -10,6 +10,7 @@ import pytest
 
 from strata_cli.engine.device.base import Device, Tensor
 from strata_cli.engine.experts.entries import rank_experts
+from strata_cli.engine.experts.keeping import most_used
 from strata_cli.engine.experts.streaming import Blobs, ChunkStream, StreamOptions
 from strata_cli.errors import ConfigError, DeviceError, ShapeError, StateError
 from tests.experts.cases import FIXED
@@ -98,10 +99,26 @@ def test_neighbouring_blobs_are_one_copy(lab: Lab) -> None:
     assert together.num_copies < one_by_one.num_copies / 4
 
 
-def test_what_is_worth_keeping_is_told_once_for_each_routed_entry(lab: Lab) -> None:
-    lab.stream_chunk(lab.case, OPTIONS)
-    assert len(lab.kept) == int((lab.case.routed & ~lab.case.resident).sum())
-    assert lab.kept == sorted(lab.kept)
+def test_kept_blobs_are_resident_for_the_next_chunk(lab: Lab) -> None:
+    kept = lab.kept_blobs(num_slots=13)  # 2 for each of 6 layers, 3 for the last
+    before = lab.stream_chunk(lab.case, OPTIONS, kept)
+    assert kept.is_kept.sum(axis=1).tolist() == [2, 2, 2, 2, 2, 3]
+    assert not (kept.is_kept & ~(lab.case.routed & ~lab.case.resident)).any()
+    for layer, expert in np.argwhere(kept.is_kept).tolist():
+        blob = lab.read_kept(kept, layer, expert)
+        assert (blob == lab.layers[layer].numpy()[expert]).all()
+    again = replace(lab.case, resident=lab.case.resident | kept.is_kept)
+    after = lab.stream_chunk(again, OPTIONS, kept)
+    assert after.copied + after.skipped == before.copied + before.skipped - 13
+    assert kept.is_kept.sum() == 13
+
+
+def test_the_most_used_are_kept_and_of_equals_the_lower_id() -> None:
+    use = np.array([3, 9, 9, 0, 4])
+    assert most_used(use, [0, 1, 2, 4], 2) == [1, 2]
+    assert most_used(use, [4, 2, 0], 2) == [2, 4]
+    assert most_used(use, [0, 1], 5) == [1, 0]
+    assert most_used(use, [0, 1], 0) == []
 
 
 def test_an_abandoned_chunk_leaves_a_ring_that_the_next_can_use(lab: Lab) -> None:

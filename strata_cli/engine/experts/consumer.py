@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.experts.entries import EntryList, Ranking
 from strata_cli.engine.experts.gate import Gate
 from strata_cli.engine.experts.issuer import Issuer
+from strata_cli.engine.experts.keeping import KeptBlobs
 from strata_cli.engine.experts.ring import Ring
 from strata_cli.errors import ShapeError
 
@@ -25,13 +26,12 @@ class ConsumerRules:
     Attributes:
         group: experts of a group that waits for copies.
         takes_landed: make a group longer by what has landed already, up to half of the ring.
-        keep: told the routed entries of every group, when its reads are enqueued and its slots
-            not yet given back: the moment for enqueueing a copy of what is worth keeping.
+        kept: where blobs are kept for the next chunk; None: nowhere.
     """
 
     group: int = GROUP_EXPERTS
     takes_landed: bool = True
-    keep: Callable[[Sequence[int]], None] | None = None
+    kept: KeptBlobs | None = None
 
 
 class Consumer:
@@ -117,6 +117,7 @@ class Consumer:
             yield range(num_resident)
         ranks, entries = self._entries.ranks, self._entries.of_layer(layer)
         routed = [k for k in entries if self._row[ranks[k]]]
+        self._choose_kept(layer, routed)
         at = 0
         while at < len(routed):
             self._give_back(routed[at])
@@ -125,12 +126,22 @@ class Consumer:
             self._issuer.require(last)
             self._ring.await_copy(last)
             yield range(ranks[first], ranks[last] + 1)
-            if self._rules.keep is not None:
-                self._rules.keep(routed[at:stop])
+            self._keep(layer, routed[at:stop])
             self._ring.release(routed[at:stop])
             self._give_back(last + 1)
             at = stop
         self._give_back(entries.stop)
+
+    def _choose_kept(self, layer: int, routed: Sequence[int]) -> None:
+        if self._rules.kept is not None:
+            experts = [self._entries.experts[k] for k in routed]
+            self._rules.kept.choose(layer, self.use[layer], experts)
+
+    def _keep(self, layer: int, routed: Sequence[int]) -> None:
+        """Their reads are enqueued and their slots not yet given back: the moment to copy them."""
+        if self._rules.kept is not None:
+            for k in routed:
+                self._rules.kept.keep(layer, self._entries.experts[k], k % self._ring.num_slots)
 
     def _give_back(self, k: int) -> None:
         """Every entry before k is done with: read and released, or never to be read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import Protocol
 
 from strata_cli.engine.device.base import Event
@@ -30,6 +31,11 @@ class Issuer(Protocol):
     @property
     def waited_s(self) -> float:
         """For how long, in seconds."""
+        ...
+
+    @property
+    def turns(self) -> Counter[Turn]:
+        """Turns so far, by what ended them."""
         ...
 
     def start(self) -> None:
@@ -80,8 +86,8 @@ class Issuer(Protocol):
 class ThreadIssuer:
     """A thread that sleeps unless the walk can go on.
 
-    ``_failure`` and then ``_has_ended`` are written by the issuer's thread, everything else by the
-    consumer's; ``_wanted`` is the entry that it waits for.
+    ``turns``, ``_failure`` and then ``_has_ended`` are written by the issuer's thread, everything
+    else by the consumer's; ``_wanted`` is the entry that it waits for.
 
     Args:
         walk: whose turns to take.
@@ -92,6 +98,7 @@ class ThreadIssuer:
         self.walk = walk
         self.num_waits = 0
         self.waited_s = 0.0
+        self.turns: Counter[Turn] = Counter()
         self._watchdog_s = watchdog_s
         self._failure: BaseException | None = None
         self._has_ended = False
@@ -165,6 +172,7 @@ class ThreadIssuer:
         pace = Pace()
         try:
             while (turn := self.walk.turn()) not in (Turn.DONE, Turn.STOPPED):
+                self.turns[turn] += 1
                 if self.walk.issued > self._wanted:
                     self._issued.ring()
                 if turn in (Turn.LINK_FULL, Turn.UNSTAGED):
@@ -201,15 +209,16 @@ class InlineIssuer:
         self.walk = walk
         self.num_waits = 0
         self.waited_s = 0.0
+        self.turns: Counter[Turn] = Counter()
         self._watchdog_s = watchdog_s
 
     def start(self) -> None:
         """See Issuer."""
-        self.walk.turn()
+        self._turn()
 
     def nudge(self) -> None:
         """See Issuer."""
-        self.walk.turn()
+        self._turn()
 
     def require(self, k: int) -> None:
         """See Issuer."""
@@ -218,7 +227,7 @@ class InlineIssuer:
         start = time.perf_counter()
 
         def is_issued() -> bool:
-            if self.walk.turn() is Turn.STOPPED:
+            if self._turn() is Turn.STOPPED:
                 raise _stopped(self.walk)
             return self.walk.issued > k
 
@@ -230,7 +239,7 @@ class InlineIssuer:
         """See Issuer."""
 
         def is_reached() -> bool:
-            if self.walk.turn() is Turn.STOPPED:
+            if self._turn() is Turn.STOPPED:
                 raise _stopped(self.walk)
             return event.query()
 
@@ -248,6 +257,11 @@ class InlineIssuer:
     def close(self) -> None:
         """See Issuer."""
         self.walk.stop()
+
+    def _turn(self) -> Turn:
+        turn = self.walk.turn()
+        self.turns[turn] += 1
+        return turn
 
 
 def _stopped(walk: Walk) -> StateError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -16,8 +16,9 @@ from strata_cli.engine.experts.depth import DEFAULT_DEPTH, AutoDepth, DepthRule,
 from strata_cli.engine.experts.entries import EntryList, Ranking, list_entries
 from strata_cli.engine.experts.gate import Gate
 from strata_cli.engine.experts.issuer import InlineIssuer, Issuer, ThreadIssuer
+from strata_cli.engine.experts.keeping import KeptBlobs
 from strata_cli.engine.experts.ring import Ring, RingLink, StagedBlobs
-from strata_cli.engine.experts.walk import Walk, WalkRules
+from strata_cli.engine.experts.walk import Turn, Walk, WalkRules
 from strata_cli.errors import StallError
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class StreamCounts(NamedTuple):
         num_waits: how often the compute thread waited for an entry to be issued.
         waited_us: for how long.
         num_copies: pieces that they were copied in; neighbouring blobs are one.
+        copied_of_layer: entries of each layer.
+        turns: of the issuer, by what ended them.
     """
 
     copied: int
@@ -82,6 +85,8 @@ class StreamCounts(NamedTuple):
     num_waits: int
     waited_us: int
     num_copies: int
+    copied_of_layer: tuple[int, ...]
+    turns: Mapping[Turn, int]
 
 
 class ChunkStream:
@@ -96,7 +101,8 @@ class ChunkStream:
             known; with more, every expert that is not resident, ahead of it.
         blobs: where the bytes are.
         options: see StreamOptions.
-        keep: see ConsumerRules.
+        kept: where blobs are kept for the next chunk; None: nowhere. What is kept already is
+            resident in the ranking.
 
     Attributes:
         entries: the chunk's list. For a small ring it grows with publish().
@@ -112,7 +118,7 @@ class ChunkStream:
         ring: Ring,
         blobs: Blobs,
         options: StreamOptions,
-        keep: Callable[[Sequence[int]], None] | None = None,
+        kept: KeptBlobs | None = None,
     ) -> None:
         is_small = ring.num_slots <= SMALL_RING_SLOTS
         skips = options.skips_unrouted and not is_small
@@ -127,7 +133,7 @@ class ChunkStream:
         self._walk = Walk(self.entries, self._link, rules, gate)
         issues = ThreadIssuer if options.has_thread else InlineIssuer
         self._issuer: Issuer = issues(self._walk, options.watchdog_s)
-        grouping = ConsumerRules(group=options.group, takes_landed=options.takes_landed, keep=keep)
+        grouping = ConsumerRules(group=options.group, takes_landed=options.takes_landed, kept=kept)
         self._consumer = Consumer(
             ranking, self.entries, ring, self._issuer, gate, grouping, blobs.needs_stager
         )
@@ -144,6 +150,8 @@ class ChunkStream:
             issuer.num_waits,
             waited_us,
             link.num_copies,
+            tuple(walk.copied_of_layer),
+            dict(issuer.turns),
         )
 
     @property

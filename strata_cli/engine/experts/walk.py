@@ -82,6 +82,7 @@ class Walk:
     Attributes:
         issued: entries copied or skipped so far.
         copied, skipped: of those.
+        copied_of_layer: the copied ones of each layer.
         unfinished: copies not known to have landed.
         consumed: entries that the consumer has given back.
     """
@@ -94,6 +95,7 @@ class Walk:
         self.issued = 0
         self.copied = 0
         self.skipped = 0
+        self.copied_of_layer = [0] * entries.num_layers
         self.unfinished = 0
         self.consumed = 0
         self._link = link
@@ -184,6 +186,8 @@ class Walk:
     def _copy(self, batch: list[int]) -> None:
         self._link.copy(batch)
         self.copied += len(batch)
+        for k in batch:
+            self.copied_of_layer[self.entries.layers[k]] += 1
         if self.rules.depth is not None:
             self._batches.append(_Batch(batch[-1], len(batch)))
             self.unfinished += len(batch)
