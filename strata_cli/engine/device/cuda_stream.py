@@ -125,8 +125,8 @@ class CudaStream:
 
     def copy_many(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         has_batch = self._context.gpu.driver_version >= BATCH_COPY_DRIVER
-        pageable = any(Home.PAGEABLE in (d.buffer.home, s.buffer.home) for d, s in pairs)
-        if not has_batch or pageable or self._capturing is not None or len(pairs) < 2:
+        homes = [tensor.buffer.home for pair in pairs for tensor in pair]
+        if not has_batch or Home.PAGEABLE in homes or self._capturing is not None or len(pairs) < 2:
             for dst, src in pairs:
                 self.copy(dst, src)
             return
@@ -165,12 +165,13 @@ class CudaStream:
         )
 
     def _copy_ends(self, dst: Tensor, src: Tensor) -> tuple[CudaBuffer, CudaBuffer, int]:
-        if dst.nbytes != src.nbytes:
-            raise ShapeError(f"copy of {src.nbytes} bytes into {dst.nbytes} bytes")
+        nbytes = dst.nbytes
+        if nbytes != src.nbytes:
+            raise ShapeError(f"copy of {src.nbytes} bytes into {nbytes} bytes")
         to, source = _writable(dst), cuda_buffer(src)
         if self._capturing is not None:
             self._capturing.kept += [to, source]
-        return to, source, dst.nbytes
+        return to, source, nbytes
 
     def fill(self, dst: Tensor, byte: int) -> None:
         if not 0 <= byte <= 255:
