@@ -179,4 +179,4 @@ def _image_at(address: int) -> bytes:
 
 def hopper(driver: CubinDriver) -> Gpu:
     """A GPU of the reference kind."""
-    return Gpu(driver, 0, 0, "Fake GPU", HOPPER, driver.version, SHARED_BYTES)
+    return Gpu(driver, 0, 0, "Fake GPU", HOPPER, driver.version, SHARED_BYTES, 132)

@@ -56,6 +56,7 @@ class FakeDriver:
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=SimpleNamespace(name="major"),
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=SimpleNamespace(name="minor"),
         CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN=SimpleNamespace(name="shared"),
+        CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=SimpleNamespace(name="multiprocessors"),
     )
     CUmemcpyAttributes = SimpleNamespace
     CUlaunchConfig = CUlaunchAttribute = CUlaunchAttributeValue = SimpleNamespace
@@ -128,9 +129,12 @@ class FakeDriver:
             "cuDeviceGet": lambda ordinal: (ordinal,),
             "cuDeviceGetName": lambda length, _: (b"Fake GPU".ljust(length, b"\0"),),
             "cuDeviceGetAttribute": lambda key, _: (
-                dict(zip(("major", "minor", "shared"), (*self.capability, 232_448), strict=True))[
-                    key.name
-                ],
+                {
+                    "major": self.capability[0],
+                    "minor": self.capability[1],
+                    "shared": 232_448,
+                    "multiprocessors": 132,
+                }[key.name],
             ),
             "cuDevicePrimaryCtxRetain": lambda _: ("context",),
             "cuMemGetInfo": lambda: (self.free_bytes, self.memory_bytes),

@@ -72,7 +72,7 @@ def test_a_usable_gpu_is_described(monkeypatch: pytest.MonkeyPatch, driver: Fake
     driver.num_gpus = 2
     gpu = find_gpu(1)
     assert (gpu.ordinal, gpu.name, gpu.capability) == (1, "Fake GPU", (9, 0))
-    assert gpu.shared_bytes == 232_448
+    assert (gpu.shared_bytes, gpu.num_multiprocessors) == (232_448, 132)
 
 
 def test_missing_bindings_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

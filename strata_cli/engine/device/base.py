@@ -246,6 +246,11 @@ class Stream(Protocol):
         """Most dynamic shared memory of a thread block; 0 on a device without thread blocks."""
         ...
 
+    @property
+    def num_multiprocessors(self) -> int:
+        """How many the GPU has; 0 on a device without thread blocks."""
+        ...
+
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None: ...
     def copy(self, dst: Tensor, src: Tensor) -> None:
         """Enqueues a copy of src's bytes over dst, in any direction between homes.

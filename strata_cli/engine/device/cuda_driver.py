@@ -56,6 +56,7 @@ class Gpu:
         capability: compute capability, (major, minor).
         driver_version: CUDA version of the driver, 1000 * major + 10 * minor.
         shared_bytes: most dynamic shared memory of a thread block.
+        num_multiprocessors: how many it has.
     """
 
     driver: Any
@@ -65,6 +66,7 @@ class Gpu:
     capability: tuple[int, int]
     driver_version: int
     shared_bytes: int = 48 << 10
+    num_multiprocessors: int = 1
 
 
 def failed(call: str, status: Any) -> DeviceError:
@@ -139,12 +141,13 @@ def _describe(driver: Any, ordinal: int, driver_version: int) -> Gpu:
     handle = check(f"cuDeviceGet({ordinal})", driver.cuDeviceGet(ordinal))
     name = check("cuDeviceGetName()", driver.cuDeviceGetName(128, handle))
     attribute = driver.CUdevice_attribute
-    major, minor, shared_bytes = (
+    major, minor, shared_bytes, num_multiprocessors = (
         check(f"cuDeviceGetAttribute({key.name})", driver.cuDeviceGetAttribute(key, handle))
         for key in (
             attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
             attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
             attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+            attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
         )
     )
     text = name.split(b"\0")[0].decode(errors="replace")
@@ -153,7 +156,16 @@ def _describe(driver: Any, ordinal: int, driver_version: int) -> Gpu:
             f"cuda:{ordinal} ({text}) has compute capability {major}.{minor}, need 7.5 or newer",
             hint="another GPU, or --device host",
         )
-    return Gpu(driver, ordinal, handle, text, (major, minor), driver_version, shared_bytes)
+    return Gpu(
+        driver,
+        ordinal,
+        handle,
+        text,
+        (major, minor),
+        driver_version,
+        shared_bytes,
+        num_multiprocessors,
+    )
 
 
 def _dotted(version: int) -> str:

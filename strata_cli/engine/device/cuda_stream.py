@@ -55,6 +55,10 @@ class CudaStream:
         return self._context.gpu.shared_bytes
 
     @property
+    def num_multiprocessors(self) -> int:
+        return self._context.gpu.num_multiprocessors
+
+    @property
     def is_closed(self) -> bool:
         return self._handle is None
 

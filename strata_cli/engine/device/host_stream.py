@@ -235,6 +235,10 @@ class HostStream:
     def shared_bytes(self) -> int:
         return 0
 
+    @property
+    def num_multiprocessors(self) -> int:
+        return 0
+
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         items = launch.items
         values, arrays = body_arguments(kernel, args)

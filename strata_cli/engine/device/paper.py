@@ -170,6 +170,10 @@ class PaperStream:
     def shared_bytes(self) -> int:
         return self._like.shared_bytes
 
+    @property
+    def num_multiprocessors(self) -> int:
+        return self._like.num_multiprocessors
+
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         if launch.items:
             self._kernels[kernel] = None
