@@ -96,7 +96,7 @@ def test_neighbouring_blobs_are_one_copy(lab: Lab) -> None:
     assert one_by_one.num_copies == one_by_one.copied == case.resident.size
     assert together.copied == one_by_one.copied
     assert together.copied_bytes == one_by_one.copied_bytes
-    assert together.num_copies < one_by_one.num_copies / 4
+    assert together.num_copies < one_by_one.num_copies / 3
 
 
 def test_kept_blobs_are_resident_for_the_next_chunk(lab: Lab) -> None:
