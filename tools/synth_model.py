@@ -57,7 +57,7 @@ The preset is one of
 
 \b
   tiny     4 layers, hidden 256, 32 experts: 6 MB, for tests
-  route    12 layers, 512 experts, all else small: 0.2 GB, to tune routing
+  route    12 layers, 512 experts, narrow: 0.4 GB, to look at routing quickly
   bench12  12 layers at full width: 17 GB
   full     48 layers at full width: 61 GB
 

@@ -109,8 +109,7 @@ _ROUTE = replace(
     gdn_num_key_heads=4,
     gdn_num_value_heads=12,
     stream_rank=64,
-    ngram=_ngram(512, 8, 8_000, 16_384),
-    vocab_size=16_384,
+    ngram=_ngram(512, 8, 8_000, FULL_VOCAB),
 )
 
 _TINY = replace(

@@ -21,7 +21,7 @@ from tools.synth.storage import storage_type
 
 _NGRAM_ROWS_MULTIPLE = 128
 _SOFTPLUS_DT = 0.05  # decay per token is ssm_a times this, before alpha moves it
-_TOPIC_LIFE_TOKENS = 4000
+_TOPIC_LIFE_TOKENS = 200  # of what a topic head recalls, besides what is written over
 _SHORTEST_LIFE_TOKENS, _LONGEST_LIFE_TOKENS = 4, 2000
 _HEAD_NORM = 1.5  # of attention's queries and keys: scores of deviation 2, neither flat nor one-hot
 
@@ -86,7 +86,7 @@ def _norms(mean: float, rng: np.random.Generator, shape: Shape) -> NDArray[np.fl
 
 
 def _decays(spec: ModelSpec, rng: np.random.Generator, shape: Shape) -> NDArray[np.float32]:
-    """Heads remember for 4 to 2,000 tokens; the topic heads for longer."""
+    """Heads remember for 4 to 2,000 tokens; how long decides how fast a topic wanders."""
     shortest, longest = math.log(_SHORTEST_LIFE_TOKENS), math.log(_LONGEST_LIFE_TOKENS)
     life_tokens = np.exp(rng.uniform(shortest, longest, shape))
     life_tokens[: num_topic_heads(spec)] = _TOPIC_LIFE_TOKENS
