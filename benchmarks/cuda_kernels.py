@@ -58,9 +58,9 @@ EXPECTED = {
     ("combine", 1): 1.8,
     ("select_blocks at 8192", 1): 7.0,
     ("select_blocks at 262144", 1): 30.0,
-    ("attend at 2048", 1): 7.0,
-    ("attend at 8192", 1): 7.0,
-    ("attend at 262144", 1): 7.0,
+    ("attend at 2048", 1): 6.0,
+    ("attend at 8192", 1): 9.0,
+    ("attend at 262144", 1): 16.0,
     ("log_softmax", 1): 30.0,
     ("stream_norm", 4096): 95.0,
     ("stream_mix", 4096): 110.0,
@@ -75,7 +75,10 @@ EXPECTED = {
     ("swiglu", 4096): 85.0,
     ("combine", 4096): 140.0,
     ("select_blocks at 4096", 4096): 250.0,
-    ("attend at 4096", 4096): 7000.0,
+    ("attend at 8192", 64): 85.0,
+    ("attend at 32768", 64): 340.0,
+    ("attend at 32768", 4096): 9500.0,
+    ("attend at 4096", 4096): 1100.0,
     ("log_softmax", 128): 110.0,
 }
 TEST_FILES = tuple(
@@ -105,11 +108,11 @@ class Bench:
         upload(self.clock.device, self.clock.stream, tensor, values)
         return tensor
 
-    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+    def normal(self, *shape: int, scale: float = 1.0, dtype: DTypeLike = np.float32) -> Tensor:
         """Normal values; large tensors repeat a million of them."""
         size = int(np.prod(shape))
         some = self.random.standard_normal(min(size, 1_000_003), np.float32) * np.float32(scale)
-        return self.put(np.resize(some, size).reshape(shape))
+        return self.put(np.resize(some.astype(dtype), size).reshape(shape))
 
     def measure(
         self, name: str, tokens: int, moved_bytes: int, wrapper: Callable[..., None], *args: Any
@@ -224,14 +227,14 @@ class Cache:
         )  # fmt: skip
 
 
-def cache(bench: Bench, tokens: int, context: int) -> Cache:
+def cache(bench: Bench, tokens: int, context: int, dtype: DTypeLike = np.float16) -> Cache:
     positions = np.arange(context - tokens, context, dtype=np.int32)
     blocks = context // RATIO
     return Cache(
         q=bench.normal(tokens, HEADS, HEAD_DIM),
         gate=bench.normal(tokens, HEADS, 2 * HEAD_DIM),
-        keys=bench.normal(context, KV_HEADS * HEAD_DIM),
-        values=bench.normal(context, KV_HEADS * HEAD_DIM),
+        keys=bench.normal(context, KV_HEADS * HEAD_DIM, dtype=dtype),
+        values=bench.normal(context, KV_HEADS * HEAD_DIM, dtype=dtype),
         positions=bench.put(positions),
         queries=bench.normal(tokens, INDEX_HEADS, INDEX_DIM),
         pooled=bench.normal(blocks, INDEX_DIM),
@@ -271,7 +274,7 @@ def sparse_attention(bench: Bench, tokens: int, context: int) -> None:
         it.selected,
         it.num_selected,
     )
-    seen = 2 * 4 * KV_HEADS * HEAD_DIM * seen_positions(tokens, context)
+    seen = 2 * 2 * KV_HEADS * HEAD_DIM * seen_positions(tokens, context)
     bench.measure(f"attend at {context}", tokens, seen, attention.attend, *it.attended(RATIO))
 
 
@@ -281,7 +284,7 @@ def dense_attention(bench: Bench, tokens: int, context: int) -> None:
     bench.measure(
         f"attend all at {context}",
         tokens,
-        2 * 4 * KV_HEADS * HEAD_DIM * seen,
+        2 * 2 * KV_HEADS * HEAD_DIM * seen,
         attention.attend,
         *it.attended(0),
     )
@@ -292,7 +295,7 @@ def heads(bench: Bench, tokens: int) -> None:
     positions = bench.put(np.arange(tokens, dtype=np.int32) % 4096)
     raw, q = bench.normal(tokens, HEADS, 2 * HEAD_DIM), bench.empty(tokens, HEADS, HEAD_DIM)
     k = bench.normal(tokens, KV_HEADS * HEAD_DIM)
-    keys = bench.empty(4096, KV_HEADS * HEAD_DIM)
+    keys, values = (bench.empty(4096, KV_HEADS * HEAD_DIM, dtype=np.float16) for _ in range(2))
     weight, index_weight = bench.normal(HEAD_DIM), bench.normal(INDEX_DIM)
     index_keys, pooled = bench.normal(4096, INDEX_DIM), bench.empty(1024, INDEX_DIM)
     bench.measure(
@@ -308,13 +311,15 @@ def heads(bench: Bench, tokens: int) -> None:
         q,
     )
     bench.measure(
-        "store_rows",
+        "store_kv",
         tokens,
-        8 * tokens * KV_HEADS * HEAD_DIM,
-        attention.store_rows,
+        12 * tokens * KV_HEADS * HEAD_DIM,
+        attention.store_kv,
+        k.reshape(tokens, KV_HEADS, HEAD_DIM),
         k,
         positions,
         keys,
+        values,
     )
     bench.measure(
         "pool_index_blocks",
@@ -447,7 +452,7 @@ def cases() -> Iterator[tuple[str, Callable[[Bench], None]]]:
             yield group.__name__, lambda bench, group=group, n=tokens: group(bench, n)
     for tokens, context in (
         (1, 200), (1, 2048), (1, 8192), (1, 32_768), (1, 262_144), (8, 8192), (64, 8192),
-        (4096, 4096), (4096, 32_768),
+        (64, 32_768), (4096, 4096), (4096, 32_768),
     ):  # fmt: skip
         yield "attention", lambda bench, n=tokens, p=context: sparse_attention(bench, n, p)
     for tokens, context in ((1, 4096), (1, 65_536), (1024, 1024)):
@@ -469,6 +474,20 @@ def delta_variants(bench: Bench) -> None:
                 bench.free()
     finally:
         gdn._delta_rule_shape = chosen
+
+
+def attention_variants(bench: Bench) -> None:
+    """The form of attention before attention.cu, over a float32 cache."""
+    for tokens, context in ((1, 8192), (4096, 4096)):
+        it = cache(bench, tokens, context, np.float32)
+        indexer.select_blocks(
+            bench.clock.stream, it.queries, it.pooled, it.positions, RATIO, it.scores, it.selected,
+            it.num_selected,
+        )  # fmt: skip
+        seen = 2 * 4 * KV_HEADS * HEAD_DIM * seen_positions(tokens, context)
+        name = f"attend at {context}, as before"
+        bench.measure(name, tokens, seen, attention.attend, *it.attended(RATIO))
+        bench.free()
 
 
 def check() -> int:
@@ -533,6 +552,7 @@ def main() -> int:
                     bench.free()
         if "variants" in options.what:
             delta_variants(bench)
+            attention_variants(bench)
         print("kernel, tokens, expected, measured, measured / expected")
         print("\n".join(against_expected(clock.rows)))
         result = {

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from strata_cli.engine.kernels.attention import ATTEND, STORE_ROWS, attend, store_rows
+from strata_cli.engine.kernels.attention import (
+    ATTEND,
+    STORE_KV,
+    STORE_ROWS,
+    attend,
+    cache_type,
+    store_kv,
+    store_rows,
+)
 from strata_cli.errors import ShapeError
 from tests.kernels.lab import Lab, assert_close, normal
 
@@ -46,6 +54,7 @@ SUMS = 1 << 20  # floats of scratch, enough for any case here
 def run(lab: Lab, case: Case, sums: int = SUMS) -> Floats:
     *arrays, ratio = case
     out = lab.empty((len(case.q), case.q.shape[1] * case.q.shape[2]))
+    arrays[2:4] = [cache.astype(cache_type(lab.stream)) for cache in arrays[2:4]]
     q, gate_src, keys, values, positions, selected, num_selected = map(lab.put, arrays)
     attend(
         lab.stream,
@@ -173,6 +182,22 @@ def test_many_tokens_are_shared_by_threads_with_the_same_result(lab: Lab) -> Non
     assert_close(whole, ATTEND.reference(*case), lab.product_type)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "group", "past", "ratio", "budget"),
+    [(20, 3, 1030, 0, 1), (20, 3, 2100, 4, 64), (17, 2, 1500, 5, 40), (17, 1, 1100, 96, 6)],
+)
+def test_long_contexts_are_cut_into_units_and_parts_with_the_same_result(
+    lab: Lab, num_tokens: int, group: int, past: int, ratio: int, budget: int
+) -> None:
+    case = make(num_tokens, 1, group, 32, past, ratio, budget, seed=3)
+    whole = run(lab, case, sums=0)
+    assert_close(whole, ATTEND.reference(*case), lab.product_type)
+    np.testing.assert_array_equal(run(lab, case), whole)
+    few = case.tokens(slice(2, 9))
+    np.testing.assert_array_equal(run(lab, few, sums=30_000), whole[2:9])
+    np.testing.assert_array_equal(run(lab, case.tokens(slice(5, 6))), whole[5:6])
+
+
 def test_large_scores_do_not_overflow(lab: Lab) -> None:
     case = make(2, 1, 1, 16, 9, 0, 1, seed=2)
     case.q[:] *= 1e4
@@ -185,6 +210,31 @@ def test_rows_land_at_their_positions_and_nowhere_else(lab: Lab) -> None:
     tensor = lab.put(cache)
     store_rows(lab.stream, lab.put(src), lab.put(positions), tensor)
     np.testing.assert_array_equal(lab.get(tensor), STORE_ROWS.reference(src, positions, cache))
+
+
+@pytest.mark.parametrize("dim", [3, 24])
+def test_keys_and_values_land_at_their_positions(lab: Lab, dim: int) -> None:
+    k, v = normal(1, 4, 2, dim), normal(2, 4, 2 * dim)
+    positions = np.array([3, 8, 0, 5], np.int32)
+    caches = [normal(seed, 9, 2 * dim).astype(cache_type(lab.stream)) for seed in (3, 4)]
+    tensors = [lab.put(cache) for cache in caches]
+    store_kv(lab.stream, lab.put(k), lab.put(v), lab.put(positions), *tensors)
+    for tensor, expected in zip(tensors, STORE_KV.reference(k, v, positions, *caches), strict=True):
+        np.testing.assert_array_equal(lab.get(tensor), expected)
+
+
+@pytest.mark.gpu
+def test_values_that_are_no_numbers_reach_only_who_sees_them(gpu_lab: Lab) -> None:
+    """Blocks of threads multiply values that a token does not see by zero."""
+    case = make(2, 1, 1, 8, 3, 0, 1, seed=4)
+    tensors = [gpu_lab.put(case.keys[:4].astype(np.float16)) for _ in range(2)]
+    v = case.values[:4].copy()
+    v[3, 5] = np.nan
+    positions = gpu_lab.put(np.arange(4, dtype=np.int32))
+    store_kv(gpu_lab.stream, gpu_lab.put(case.keys[:4, None]), gpu_lab.put(v), positions, *tensors)
+    keys, values = (gpu_lab.get(tensor) for tensor in tensors)
+    assert np.isfinite(values).all()
+    np.testing.assert_array_equal(np.isnan(keys).all(axis=1), [False, False, False, True])
 
 
 def test_wrong_shapes_are_refused_by_name(lab: Lab) -> None:

@@ -219,15 +219,19 @@ class Forward:
             assert isinstance(state, AttentionState)
             part = slice(segment.start, segment.stop)
             own = _rows(positions, part)
-            attention_kernels.store_rows(stream, _flat(_rows(k, part)), own, state.keys)
-            attention_kernels.store_rows(stream, _rows(v, part), own, state.values)
+            attention_kernels.store_kv(
+                stream, _rows(k, part), _rows(v, part), own, state.keys, state.values
+            )
+            # A step may be recorded and replayed at later positions; others see how far they go.
+            rows = part.stop - part.start
+            seen = state.keys.shape[0] if rows == 1 else segment.state.position + rows
             selected, num_selected = self._select(weights.indexer, ratio, state, part, own)
             attention_kernels.attend(
                 stream,
                 _rows(q, part),
                 _rows(q_gate, part),
-                state.keys,
-                state.values,
+                state.keys.rows(0, seen),
+                state.values.rows(0, seen),
                 own,
                 selected,
                 num_selected,

@@ -18,6 +18,7 @@ from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.engine.model.tensors import ModelFile
 
 LOGIT_ROWS = 128  # most rows of logits computed at a time
+SUFFIX_TOKENS = 64  # more than few, too few to fill a GPU
 
 
 class Sizes(NamedTuple):
@@ -82,7 +83,7 @@ class Outline:
         )
 
     def kernels(self) -> Iterator[Kernel]:
-        """What passes of one token, of a chunk and of sizes between them launch."""
+        """What passes of one token, of a chunk and of sizes between launch, early and late."""
         sizes, stream = self._sizes, self._paper.stream("outline")
         workspace = Workspace(self._spec, self._paper, sizes.chunk_tokens, sizes.logit_rows)
         state = new_state(self._spec, self._paper, stream, sizes.context_tokens)
@@ -90,6 +91,10 @@ class Outline:
         for num_tokens in _pass_sizes(sizes.chunk_tokens):
             forward.run(Batch(num_tokens, (Segment(state, 0, num_tokens),)))
             forward.head(0, min(num_tokens, sizes.logit_rows))
+        # A few tokens behind many share the work of attention in another way.
+        num_tokens = min(SUFFIX_TOKENS, sizes.chunk_tokens)
+        state.ids.extend([0] * (sizes.context_tokens - num_tokens))
+        forward.run(Batch(num_tokens, (Segment(state, 0, num_tokens),)))
         yield from self._paper.kernels
 
 

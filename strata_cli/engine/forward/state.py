@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.device.transfer import download, upload
+from strata_cli.engine.kernels.attention import cache_type
 from strata_cli.engine.kernels.hash import FNV_OFFSET, fnv1a64
 from strata_cli.engine.model.ngram_spec import NgramSpec
 from strata_cli.engine.model.spec import ModelSpec
@@ -31,7 +32,10 @@ class GdnState:
 
 @dataclass(frozen=True, slots=True)
 class AttentionState:
-    """keys, values [context, kv*dim]; index_keys [context, idim], raw; pooled [blocks, idim]."""
+    """keys, values [context, kv*dim]; index_keys [context, idim], raw; pooled [blocks, idim].
+
+    Keys and values are of the device's cache_type, the others float32.
+    """
 
     keys: Tensor
     values: Tensor
@@ -248,7 +252,7 @@ def new_state(
     layers = tuple(
         _gdn_state(spec, device)
         if is_recurrent
-        else _attention_state(spec, device, context_tokens, ratio)
+        else _attention_state(spec, device, stream, context_tokens, ratio)
         for is_recurrent, ratio in zip(spec.is_recurrent, spec.index_ratio, strict=True)
     )
     ngram = None if spec.ngram is None else _ngram_state(spec, spec.ngram, device)
@@ -266,13 +270,13 @@ def _gdn_state(spec: ModelSpec, device: Device) -> GdnState:
 
 
 def _attention_state(
-    spec: ModelSpec, device: Device, context_tokens: int, ratio: int
+    spec: ModelSpec, device: Device, stream: Stream, context_tokens: int, ratio: int
 ) -> AttentionState:
-    width = spec.num_kv_heads * spec.head_dim
+    width, dtype = spec.num_kv_heads * spec.head_dim, cache_type(stream)
     blocks = context_tokens // ratio if ratio else 0
     return AttentionState(
-        keys=empty(device, (context_tokens, width)),
-        values=empty(device, (context_tokens, width)),
+        keys=empty(device, (context_tokens, width), dtype),
+        values=empty(device, (context_tokens, width), dtype),
         index_keys=empty(device, (context_tokens if ratio else 0, spec.indexer_head_dim)),
         pooled=empty(device, (blocks, spec.indexer_head_dim)),
     )

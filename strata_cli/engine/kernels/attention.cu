@@ -1,22 +1,7 @@
-// Gated attention over a K/V cache: dense causal, or the index blocks chosen for each token.
+// Attention of prompts, and the K/V cache's rows. The order of sums: attention.cuh.
 //   T tokens, H query heads, KV key/value heads (H / KV query heads share one), N head width
-//
-// One order for every launch. A token's allowed positions, ascending, are cut into parts of 64;
-// UNIT parts make a unit. Within a part: scores q . k / sqrt(N) by tensor cores, 16 columns of N
-// after another; weights exp(score - the part's largest), rounded to f16, summed as float32 8
-// positions at a time; weights times values by tensor cores, 16 positions after another. A part
-// joins its unit, and a unit the whole, in ascending order, each rescaled to the largest score so
-// far. Queries, keys, values and weights are rounded to f16, all sums are float32.
-#include "fragments.cuh"
-#include "lanes.cuh"
-#include "math32.cuh"
-#include "mma.cuh"
+#include "attention.cuh"
 #include "overlap.cuh"
-#include "pairs.cuh"
-
-constexpr int PART = 64;  // positions
-constexpr int WARPS = 8;  // of a block: each scores 8 positions, then sums a share of the columns
-constexpr int THREADS = 32 * WARPS;
 
 // store_rows: cache[positions[t]] = src[t]
 //   src [T,W] f32, positions [T] i32, cache [context,W] f32; grid (T, W / (4 * block))
@@ -34,118 +19,89 @@ extern "C" __global__ void store_rows(const float *src, const int *positions, fl
     }
 }
 
-// What a launch is about, for all its blocks.
-struct Attention {
-    const float *q, *gate, *keys, *values;
-    const int *positions, *selected, *num_selected;
-    long long ratio, num_tokens, num_heads, num_kv_heads, dim, budget;
+__device__ inline unsigned short half_of(float v) {
+    return static_cast<unsigned short>(pair_of(v, 0.0f));
+}
 
-    // Query heads that share a key head.
-    __device__ int group() const { return static_cast<int>(num_heads / num_kv_heads); }
-};
-
-// The positions that a token sees, ascending: its chosen blocks, then those after the last
-// complete block; or all up to its own.
-struct Allowed {
-    const int *blocks;
-    int chosen, tail, count;  // positions in chosen blocks, first position after them, all
-    int ratio;
-
-    __device__ static Allowed of(const Attention &all, long long token) {
-        const int stop = all.positions[token] + 1, ratio = static_cast<int>(all.ratio);
-        const int complete = ratio > 0 ? stop / ratio : 0;
-        const int blocks = ratio > 0 ? all.num_selected[token] : 0;
-        if (blocks >= complete) return {nullptr, 0, 0, stop, ratio};
-        const int chosen = blocks * ratio, tail = complete * ratio;
-        return {all.selected + token * all.budget, chosen, tail, chosen + stop - tail, ratio};
+// store_kv: rows of keys and values to their positions of the cache, as f16
+//   k, v [T,KV*N] f32, positions [T] i32 -> keys, values [context,KV*N] f16
+//   grid (T*KV / warps), a warp per token and head; moves 12 * T*KV*N bytes. Blocks of attention
+//   multiply values that a token does not see by zero. So they must be numbers: where one is not,
+//   the key of its row is made not a number instead, and only who sees the row gets none.
+extern "C" __global__ void store_kv(const float *k, const float *v, const int *positions,
+                                    unsigned short *keys, unsigned short *values,
+                                    long long num_tokens, long long num_kv_heads, long long dim) {
+    start_early();
+    const long long row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= num_tokens * num_kv_heads) return;
+    const int lane = threadIdx.x & 31;
+    const long long position = positions[row / num_kv_heads];
+    const long long at = (position * num_kv_heads + row % num_kv_heads) * dim;
+    bool is_number = true;
+    for (long long d = lane; d < dim; d += 32) {
+        const float value = v[row * dim + d];
+        is_number = is_number && value == value;
+        values[at + d] = half_of(value == value ? value : 0.0f);
     }
+    is_number = __all_sync(ALL_LANES, is_number);
+    for (long long d = lane; d < dim; d += 32)
+        keys[at + d] = is_number ? half_of(k[row * dim + d]) : 0x7fff;
+}
 
-    __device__ bool is_dense() const { return chosen == 0 && tail == 0; }
+constexpr int MOST_TOKENS = 32;  // of a block
 
-    // Position number index of the list, or -1 behind its end.
-    __device__ int position(int index) const {
-        if (index >= count) return -1;
-        if (index >= chosen) return tail + index - chosen;
-        return blocks[index / ratio] * ratio + index % ratio;
-    }
-};
-
-// A block's shared memory. Rows are (token, head) pairs; K and V of a part take turns.
-template <int DIM, int TILES>
+// A block's shared memory. Rows are (token, head) pairs. STAGES of K and V: 2, and the copies of
+// the next part go on beside the products; 1; or 0, and K and V of a part take turns.
+template <int DIM, int WARPS, int STAGES>
 struct Shared {
-    TileRow<DIM> kv[PART];
-    TileRow<DIM> q[16 * TILES];
-    TileRow<PART> weights[16 * TILES];
-    float of_warps[WARPS][16 * TILES];  // largest scores, then sums of weights
-    float largest[16 * TILES], keep[16 * TILES], add[16 * TILES];
-    int places[PART];
+    static constexpr int BUFFERS = STAGES == 0 ? 1 : 2 * STAGES;
+    TileRow<DIM> cache[BUFFERS][PART];
+    TileRow<DIM> q[16 * WARPS];
+    unsigned seen[MOST_TOKENS][2 * UNIT];  // positions of the unit that each token sees, as bits
+    unsigned seen_by_any[2 * UNIT];
+    int parts[UNIT];  // seen by any token, ascending
+    int num_parts;
+
+    __device__ TileRow<DIM> *keys(int turn) { return cache[STAGES == 2 ? turn % 2 * 2 : 0]; }
+    __device__ TileRow<DIM> *values(int turn) {
+        return cache[STAGES == 2 ? turn % 2 * 2 + 1 : STAGES];
+    }
 };
 
-// Four floats of a row from column d on as f16; zeros behind dim.
-__device__ inline uint2 halves(const float *row, int d, int dim, bool wide) {
-    if (wide && d + 4 <= dim) {
-        const float4 v = load4(row + d);
-        return make_uint2(pair_of(v.x, v.y), pair_of(v.z, v.w));
-    }
-    float v[4];
-    for (int i = 0; i < 4; i++) v[i] = d + i < dim ? row[d + i] : 0.0f;
-    return make_uint2(pair_of(v[0], v[1]), pair_of(v[2], v[3]));
-}
-
+// Sums of a warp's 16 rows: a lane has columns 8 n + 2 t and + 1 of rows g and g + 8 (lane 4g + t),
+// relative to the largest score of each row.
 template <int DIM>
-__device__ inline void put_halves(TileRow<DIM> *tile, int row, int d, uint2 v) {
-    reinterpret_cast<uint2 *>(chunk_at(tile, row, d / 8))[d / 4 % 2] = v;
-}
-
-// The state of rows while positions are added: sums of weights times values, relative to the
-// largest score so far. Thread r < 16 * TILES keeps largest score and sum of weights of row r.
-template <int DIM, int TILES>
 struct Sums {
-    static constexpr int COLUMN_TILES = DIM >= 64 ? DIM / 64 : 1;  // of 8 columns, per warp
-    float of[TILES][COLUMN_TILES][4];
-    float largest, weight;
+    float of[DIM / 8][4];
+    float largest[2], weight[2];
 
     __device__ void clear() {
-        largest = lowest();
-        weight = 0.0f;
 #pragma unroll
-        for (int r = 0; r < TILES; r++)
+        for (int n = 0; n < DIM / 8; n++)
 #pragma unroll
-            for (int n = 0; n < COLUMN_TILES; n++)
+            for (int i = 0; i < 4; i++) of[n][i] = 0.0f;
 #pragma unroll
-                for (int i = 0; i < 4; i++) of[r][n][i] = 0.0f;
+        for (int h = 0; h < 2; h++) {
+            largest[h] = lowest();
+            weight[h] = 0.0f;
+        }
     }
 };
 
-// Factors that bring two states to one scale; the larger score is the new one.
-struct Scales {
-    float keep, add, largest;
-
-    __device__ static Scales of(float largest, float other) {
-        const float both = larger(largest, other), base = both > lowest() ? both : 0.0f;
-        return {exp32(largest - base), exp32(other - base), both};
-    }
-};
-
-__device__ inline float joined(float own, float keep, float other, float add) {
-    return fmaf(own, keep, other * add);
-}
-
-template <int DIM, int TILES>
+template <int DIM, int WARPS, int STAGES>
 struct Block {
-    using Memory = Shared<DIM, TILES>;
-    using State = Sums<DIM, TILES>;
+    using Memory = Shared<DIM, WARPS, STAGES>;
     const Attention &all;
     Memory &shared;
     long long first_token, kv_head;
     int first_head, heads;  // of the group
     int tokens;             // rows are tokens x heads
-    int first_count;        // positions that the first token sees
-    Allowed last;           // what the last one sees; the first sees the beginning of it
     bool wide;
 
     __device__ int num_rows() const { return tokens * heads; }
-    __device__ int num_tiles() const { return (num_rows() + 15) / 16; }
+    __device__ int lane() const { return threadIdx.x & 31; }
+    __device__ int warp_row() const { return threadIdx.x / 32 * 16; }
+    __device__ bool has_rows() const { return warp_row() < num_rows(); }
 
     // The head of a row among all rows [T * H] of q.
     __device__ long long query(int row) const {
@@ -153,375 +109,284 @@ struct Block {
         return (first_token + token) * all.num_heads + kv_head * all.group() + head;
     }
 
-    __device__ int allowed_count(int row) const { return row < heads ? first_count : last.count; }
-
     __device__ void load_queries() {
-        for (int i = threadIdx.x; i < num_tiles() * 16 * DIM / 4; i += THREADS) {
-            const int row = i / (DIM / 4), d = i % (DIM / 4) * 4;
-            uint2 v = make_uint2(0, 0);
+        const bool is_q_wide = is_wide(all.dim, all.q);
+        for (int i = threadIdx.x; i < 16 * WARPS * DIM / 8; i += 32 * WARPS) {
+            const int row = i / (DIM / 8), chunk = i % (DIM / 8);
+            uint4 v = make_uint4(0, 0, 0, 0);
             if (row < num_rows())
-                v = halves(all.q + query(row) * all.dim, d, static_cast<int>(all.dim), wide);
-            put_halves(shared.q, row, d, v);
+                v = query_chunk(all.q + query(row) * all.dim, chunk, static_cast<int>(all.dim),
+                                is_q_wide);
+            *chunk_at(shared.q, row, chunk) = v;
         }
     }
 
-    // Where the part's positions lie in the cache; several tokens see the same ones.
-    __device__ void find_places(int part) {
-        if (threadIdx.x < PART)
-            shared.places[threadIdx.x] = last.position(part * PART + threadIdx.x);
-    }
-
-    __device__ void load_part(const float *cache) {
-        constexpr int AT_ONCE = 8, STEPS = PART * DIM / 4 / THREADS;
-        const long long stride = all.num_kv_heads * all.dim;
-        cache += kv_head * all.dim;
-#pragma unroll 1
-        for (int step = 0; step < STEPS; step += AT_ONCE) {
-            uint2 v[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int i = (step + j) * THREADS + threadIdx.x, d = i % (DIM / 4) * 4;
-                const int place = step + j < STEPS ? shared.places[i / (DIM / 4)] : -1;
-                v[j] = make_uint2(0, 0);
-                if (place >= 0)
-                    v[j] = halves(cache + place * stride, d, static_cast<int>(all.dim), wide);
-            }
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int i = (step + j) * THREADS + threadIdx.x;
-                if (step + j < STEPS) put_halves(shared.kv, i / (DIM / 4), i % (DIM / 4) * 4, v[j]);
-            }
-        }
-    }
-
-    // Scores of all rows and the warp's 8 positions.
-    __device__ void score(float (&scores)[TILES][4]) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-#pragma unroll
-        for (int r = 0; r < TILES; r++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) scores[r][i] = 0.0f;
-#pragma unroll 2
-        for (int d = 0; d < DIM / 8; d += 4) {
-            unsigned k[4];
-            load_matrices(k, chunk_at(shared.kv, warp * 8 + lane % 8, d + lane / 8));
-#pragma unroll
-            for (int r = 0; r < TILES; r++) {
-                if (r >= num_tiles()) break;
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    unsigned q[4];
-                    load_matrices(q,
-                                  chunk_at(shared.q, r * 16 + lane % 16, d + 2 * half + lane / 16));
-                    multiply(scores[r], q[0], q[1], q[2], q[3], k[2 * half], k[2 * half + 1]);
-                }
-            }
-        }
-    }
-
-    // The warp's scores masked and scaled; the largest of each row to shared memory.
-    __device__ void find_largest(float (&scores)[TILES][4], int part) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-        const float scale = 1.0f / sqrtf(static_cast<float>(all.dim));
-        const int first = part * PART + warp * 8 + lane % 4 * 2;
-#pragma unroll
-        for (int r = 0; r < TILES; r++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int row = r * 16 + half * 8 + lane / 4, count = allowed_count(row);
-                float &a = scores[r][2 * half], &b = scores[r][2 * half + 1];
-                a = first < count ? a * scale : lowest();
-                b = first + 1 < count ? b * scale : lowest();
-                float largest = larger(a, b);
-                largest = larger(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
-                largest = larger(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
-                if (lane % 4 == 0) shared.of_warps[warp][row] = largest;
-            }
-        }
-    }
-
-    // Row by row: the part's largest score, and how part and state come to one scale.
-    __device__ void find_scales(State &state) {
-        const int row = threadIdx.x;
-        if (row >= 16 * TILES) return;
-        float largest = lowest();
-#pragma unroll
-        for (int warp = 0; warp < WARPS; warp++)
-            largest = larger(largest, shared.of_warps[warp][row]);
-        const Scales scales = Scales::of(state.largest, largest);
-        shared.largest[row] = largest;
-        shared.keep[row] = scales.keep;
-        shared.add[row] = scales.add;
-        state.largest = scales.largest;
-    }
-
-    // Weights of the warp's positions as f16, and their sums, to shared memory.
-    __device__ void weigh(const float (&scores)[TILES][4]) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-#pragma unroll
-        for (int r = 0; r < TILES; r++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int row = r * 16 + half * 8 + lane / 4;
-                const float largest = shared.largest[row];
-                const float a = scores[r][2 * half], b = scores[r][2 * half + 1];
-                const float wa = a > lowest() ? exp32(a - largest) : a == a ? 0.0f : a;
-                const float wb = b > lowest() ? exp32(b - largest) : b == b ? 0.0f : b;
-                unsigned *chunk = reinterpret_cast<unsigned *>(chunk_at(shared.weights, row, warp));
-                chunk[lane % 4] = pair_of(wa, wb);
-                float sum = wa + wb;
-                sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-                sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-                if (lane % 4 == 0) shared.of_warps[warp][row] = sum;
-            }
-        }
-    }
-
-    // state = state * keep + (weights x values of the part) * add, on the warp's columns.
-    __device__ void add_part(State &state) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-        const int row = threadIdx.x;
-        if (row < 16 * TILES) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) sum += shared.of_warps[w][row];
-            state.weight = joined(state.weight, shared.keep[row], sum, shared.add[row]);
-        }
-        if (warp * State::COLUMN_TILES * 8 >= DIM) return;
-#pragma unroll
-        for (int n = 0; n < State::COLUMN_TILES; n++) {
-            float part[TILES][4] = {};
-#pragma unroll
-            for (int at = 0; at < PART; at += 32) {
-                unsigned v[4];
-                load_transposed(v, chunk_at(shared.kv, at + lane, warp * State::COLUMN_TILES + n));
-#pragma unroll
-                for (int r = 0; r < TILES; r++) {
-                    if (r >= num_tiles()) break;
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        unsigned w[4];
-                        load_matrices(w, chunk_at(shared.weights, r * 16 + lane % 16,
-                                                  at / 8 + 2 * half + lane / 16));
-                        multiply(part[r], w[0], w[1], w[2], w[3], v[2 * half], v[2 * half + 1]);
-                    }
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < TILES; r++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int of_row = r * 16 + i / 2 * 8 + lane / 4;
-                    state.of[r][n][i] = joined(state.of[r][n][i], shared.keep[of_row], part[r][i],
-                                               shared.add[of_row]);
-                }
-            }
-        }
-    }
-
-    // Add parts begin .. end to a state. Every thread of the block takes part.
-    __device__ void add_parts(State &state, int begin, int end) {
-        find_places(begin);
-        __syncthreads();
-        for (int part = begin; part < end; part++) {
-            float scores[TILES][4];
-            load_part(all.keys);
-            __syncthreads();
-            score(scores);
-            find_largest(scores, part);
-            __syncthreads();
-            find_scales(state);
-            __syncthreads();
-            weigh(scores);
-            load_part(all.values);
-            __syncthreads();
-            add_part(state);
-            find_places(part + 1);
-            __syncthreads();
-        }
-    }
-
-    // Add a finished unit to the whole, as a part is added to a unit.
-    __device__ void join(State &whole, const State &unit) {
-        const int row = threadIdx.x, lane = threadIdx.x & 31;
-        if (row < 16 * TILES) {
-            const Scales scales = Scales::of(whole.largest, unit.largest);
-            whole.weight = joined(whole.weight, scales.keep, unit.weight, scales.add);
-            whole.largest = scales.largest;
-            shared.keep[row] = scales.keep;
-            shared.add[row] = scales.add;
+    // Which positions of a unit each token sees, and which parts any of them does.
+    __device__ void find_parts(int unit) {
+        const int base = unit * UNIT_POSITIONS;
+        for (int i = threadIdx.x; i < tokens * 2 * UNIT; i += 32 * WARPS) {
+            const Allowed own = Allowed::of(all, first_token + i / (2 * UNIT));
+            const int word = i % (2 * UNIT);
+            shared.seen[i / (2 * UNIT)][word] = bits_of(own.tail, own.stop, base + 32 * word);
         }
         __syncthreads();
-#pragma unroll
-        for (int r = 0; r < TILES; r++)
-#pragma unroll
-            for (int n = 0; n < State::COLUMN_TILES; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int of_row = r * 16 + i / 2 * 8 + lane / 4;
-                    whole.of[r][n][i] = joined(whole.of[r][n][i], shared.keep[of_row],
-                                               unit.of[r][n][i], shared.add[of_row]);
-                }
+        for (int token = threadIdx.x / 32; token < tokens; token += WARPS) {
+            const Allowed own = Allowed::of(all, first_token + token);
+#pragma unroll 4
+            for (int i = lane(); i < own.num_blocks; i += 32) {
+                const int first = own.blocks[i] * own.ratio;
+                mark(shared.seen[token], 2 * UNIT, base, first, first + own.ratio);
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x < 32) {  // a word each
+            unsigned any = 0;
+            for (int token = 0; token < tokens; token++) any |= shared.seen[token][lane()];
+            shared.seen_by_any[lane()] = any;
+            any |= __shfl_xor_sync(ALL_LANES, any, 1);
+            const unsigned first_words = __ballot_sync(ALL_LANES, any != 0) & 0x55555555u;
+            const bool is_own = first_words >> lane() & 1;
+            if (is_own) shared.parts[__popc(first_words & ((1u << lane()) - 1))] = lane() / 2;
+            if (lane() == 0) shared.num_parts = __popc(first_words);
+        }
         __syncthreads();
     }
 
-    // Call f(row, column, value) for every element of the sums that this thread holds.
+    __device__ void load(TileRow<DIM> *tile, const unsigned short *cache, int unit, int turn) {
+        const int part = shared.parts[turn];
+        load_part<DIM, 32 * WARPS>(tile, cache + kv_head * all.dim, all.num_kv_heads * all.dim,
+                                   static_cast<int>(all.dim), unit * UNIT + part,
+                                   shared.seen_by_any[2 * part], shared.seen_by_any[2 * part + 1],
+                                   wide);
+        commit_copies();
+    }
+
+    // Scores of the warp's rows and all positions of a part.
+    __device__ void score(float (&scores)[8][4], TileRow<DIM> *keys) {
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) scores[n][i] = 0.0f;
+#pragma unroll 4
+        for (int d = 0; d < DIM / 8; d += 2) {
+            unsigned q[4];
+            load_matrices(q, chunk_at(shared.q, warp_row() + lane() % 16, d + lane() / 16));
+#pragma unroll
+            for (int n = 0; n < 8; n += 2) {
+                unsigned k[4];
+                load_matrices(
+                    k, chunk_at(keys, 8 * n + lane() / 16 * 8 + lane() % 8, d + lane() / 8 % 2));
+                multiply(scores[n], q[0], q[1], q[2], q[3], k[0], k[1]);
+                multiply(scores[n + 1], q[0], q[1], q[2], q[3], k[2], k[3]);
+            }
+        }
+    }
+
+    // Weights of a part's scores as operands; the largest score of each row.
+    __device__ void weigh(float (&scores)[8][4], int part, unsigned (&weights)[4][4],
+                          float (&largest)[2]) {
+        const float scale = all.scale();
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = warp_row() + lane() / 4 + 8 * h;
+            const bool is_row = row < num_rows();
+            const unsigned *seen = shared.seen[is_row ? row / heads : 0] + 2 * part;
+            const unsigned low = is_row ? seen[0] >> lane() % 4 * 2 : 0;
+            const unsigned high = is_row ? seen[1] >> lane() % 4 * 2 : 0;
+            float most = lowest();
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                mask(scores[n][2 * h], scores[n][2 * h + 1], (n < 4 ? low : high) >> n % 4 * 8,
+                     scale);
+                most = fmaxf(most, fmaxf(scores[n][2 * h], scores[n][2 * h + 1]));
+            }
+            largest[h] = largest_of_quad(most);
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+                weights[n / 2][n % 2 * 2 + h] =
+                    pair_of(weight_of(scores[n][2 * h], largest[h]),
+                            weight_of(scores[n][2 * h + 1], largest[h]));
+        }
+    }
+
+    // Add a part, as weights and values, to its unit.
+    __device__ void add_part(Sums<DIM> &unit, const unsigned (&weights)[4][4],
+                             const float (&largest)[2], TileRow<DIM> *values) {
+        const Scales scales[2] = {Scales::of(unit.largest[0], largest[0]),
+                                  Scales::of(unit.largest[1], largest[1])};
+        float sums[4] = {};
+        add_weights(sums, weights);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            unit.weight[h] = joined(unit.weight[h], scales[h].keep, sums[2 * h], scales[h].add);
+            unit.largest[h] = scales[h].largest;
+        }
+#pragma unroll
+        for (int n = 0; n < DIM / 8; n++) {
+            float part[4] = {};
+            add_values(part, weights, values, n);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                unit.of[n][i] =
+                    joined(unit.of[n][i], scales[i / 2].keep, part[i], scales[i / 2].add);
+        }
+    }
+
+    // Add the parts that find_parts found. Every thread of the block takes part.
+    __device__ void add_parts(Sums<DIM> &sums, int unit) {
+        const int num_parts = shared.num_parts;
+        if (STAGES == 2) {
+            load(shared.keys(0), all.keys, unit, 0);
+            load(shared.values(0), all.values, unit, 0);
+        }
+        for (int turn = 0; turn < num_parts; turn++) {
+            if (STAGES < 2) {
+                __syncthreads();
+                load(shared.keys(0), all.keys, unit, turn);
+                if (STAGES == 1) load(shared.values(0), all.values, unit, turn);
+            }
+            wait_copies<0>();
+            __syncthreads();
+            if (STAGES == 2 && turn + 1 < num_parts) {
+                load(shared.keys(turn + 1), all.keys, unit, turn + 1);
+                load(shared.values(turn + 1), all.values, unit, turn + 1);
+            }
+            unsigned weights[4][4];
+            float largest[2];
+            if (has_rows()) {
+                float scores[8][4];
+                score(scores, shared.keys(turn));
+                weigh(scores, shared.parts[turn], weights, largest);
+            }
+            if (STAGES == 0) {
+                __syncthreads();
+                load(shared.values(0), all.values, unit, turn);
+                wait_copies<0>();
+                __syncthreads();
+            }
+            if (has_rows()) add_part(sums, weights, largest, shared.values(turn));
+        }
+    }
+
+    // The head of a lane's row g + 8 h; -1 where there is none.
+    __device__ long long own_query(int h) const {
+        const int row = warp_row() + lane() / 4 + 8 * h;
+        return row < num_rows() ? query(row) : -1;
+    }
+
+    // Call f(first value, second, column) for each pair that this thread holds of row g + 8 h.
     template <class F>
-    __device__ void for_each(const State &state, F f) const {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    __device__ void for_each(Sums<DIM> &sums, int h, F f) const {
+        const int first = lane() % 4 * 2, dim = static_cast<int>(all.dim);
 #pragma unroll
-        for (int r = 0; r < TILES; r++)
-#pragma unroll
-            for (int n = 0; n < State::COLUMN_TILES; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int row = r * 16 + i / 2 * 8 + lane / 4;
-                    const int column = (warp * State::COLUMN_TILES + n) * 8 + lane % 4 * 2 + i % 2;
-                    if (row < num_rows() && column < all.dim) f(row, column, state.of[r][n][i]);
-                }
+        for (int n = 0; n < DIM / 8; n++)
+            if (first + 8 * n < dim) f(sums.of[n][2 * h], sums.of[n][2 * h + 1], first + 8 * n);
     }
 };
 
-// The factor of a finished element: sum / weight * sigmoid(gate).
-__device__ inline float gated(float sum, float weight, float gate) {
-    return sum / weight * sigmoid32(gate);
-}
-
-// attend: all positions of one or two tokens and the query heads that share a key head, per block
-//   q [T,H,N] f32, gate [T,H,2N] f32 (the second half of a head), keys, values [context,KV*N] f32,
-//   positions [T] i32, selected [T,budget] i32, num_selected [T] i32 -> out [T,H*N] f32
-//   grid (KV * (H / KV / heads), T / 2), block 256, shared Shared<DIM, TILES>; two tokens share
-//   the loads of K and V where they see the same positions, else they go one after the other.
-//   limit: 2 * 4 * KV*N bytes of K/V per allowed position and token (or two), from the L2 cache
-template <int DIM, int TILES, int UNIT>
-__global__ void __launch_bounds__(THREADS, 2)
-    attend(const float *q, const float *gate, const float *keys, const float *values,
-           const int *positions, const int *selected, const int *num_selected, long long ratio,
-           float *, float *out, long long num_tokens, long long num_heads, long long num_kv_heads,
-           long long dim, long long budget, long long heads) {
+// attend: a tile of tokens and the query heads that share a key head, per block; all positions, or
+// one unit of them, for join_units to go on with
+//   q [T,H,N] f32, gate [T,H,2N] f32 (the second half of a head), keys, values [context,KV*N] f16,
+//   positions [T] i32, selected [T,budget] i32, num_selected [T] i32 -> out [T,H*N] f32; between
+//   units, out holds the sums so far. Where CUT: sums [T,units,H,N], then largest score and sum of
+//   weights [T,units,H,2] f32
+//   grid (KV * (H / KV / heads), T / tokens, 1 or units), block 32 * WARPS, shared Shared<...>
+//   limit: 4 * H*N float operations per token and position of any part that the tile sees, on
+//   tensor cores; the cache's parts, 4 * KV*N bytes a position, from the L2 cache once per tile
+template <int DIM, int WARPS, int STAGES, bool CUT>
+__global__ void __launch_bounds__(32 * WARPS, 1)
+    attend(const float *q, const float *gate, const unsigned short *keys,
+           const unsigned short *values, const int *positions, const int *selected,
+           const int *num_selected, long long ratio, float *sums, float *out, long long num_tokens,
+           long long num_heads, long long num_kv_heads, long long dim, long long budget,
+           long long heads, long long tokens) {
     start_early();
     extern __shared__ __align__(16) unsigned char memory[];
-    auto &shared = *reinterpret_cast<Shared<DIM, TILES> *>(memory);
-    const Attention all = {
-        q,     gate,       keys,      values,       positions, selected, num_selected,
-        ratio, num_tokens, num_heads, num_kv_heads, dim,       budget};
+    auto &shared = *reinterpret_cast<Shared<DIM, WARPS, STAGES> *>(memory);
+    const Attention all = {q,         gate,         keys,         values,
+                           positions, selected,     num_selected, ratio,
+                           num_heads, num_kv_heads, dim,          budget};
     const int chunks = (all.group() + static_cast<int>(heads) - 1) / static_cast<int>(heads);
-    Block<DIM, TILES> block = {all, shared};
+    Block<DIM, WARPS, STAGES> block = {all, shared};
     block.kv_head = blockIdx.x / chunks;
     block.first_head = blockIdx.x % chunks * static_cast<int>(heads);
     block.heads = min(static_cast<int>(heads), all.group() - block.first_head);
-    block.wide = is_wide(dim, q, keys, values);
     // Late tokens cost most: they go first.
-    const long long first = (gridDim.y - 1 - blockIdx.y) * 2LL;
-    const int present = static_cast<int>(min(num_tokens - first, 2LL));
-    const bool together = present == 2 && Allowed::of(all, first).is_dense() &&
-                          Allowed::of(all, first + 1).is_dense() && 2 * block.heads <= 16 * TILES;
-    block.tokens = together ? 2 : 1;
-    for (int token = 0; token < present; token += block.tokens) {
-        block.first_token = first + token;
-        block.last = Allowed::of(all, first + token + block.tokens - 1);
-        block.first_count = together ? Allowed::of(all, first).count : block.last.count;
-        __syncthreads();
-        block.load_queries();
-        Sums<DIM, TILES> whole, unit;
-        whole.clear();
-        const int num_parts = (block.last.count + PART - 1) / PART;
-        if (UNIT == 1) {
-            block.add_parts(whole, 0, num_parts);
-        } else {
-            for (int part = 0; part < num_parts; part += UNIT) {
-                unit.clear();
-                block.add_parts(unit, part, min(part + UNIT, num_parts));
-                block.join(whole, unit);
-            }
-        }
-        if (threadIdx.x < 16 * TILES) shared.largest[threadIdx.x] = whole.weight;
-        __syncthreads();
-        block.for_each(whole, [&](int row, int column, float sum) {
-            const long long head = block.query(row);
-            out[head * dim + column] =
-                gated(sum, shared.largest[row], gate[(2 * head + 1) * dim + column]);
-        });
-    }
-}
-
-// attend_units: one unit of one token, so that few tokens fill the GPU; join_units does the rest
-//   arguments as attend's; sums: float32, T * units * H rows of N sums, then as many of
-//   (largest score, sum of weights)
-//   grid (units, KV * (H / KV / heads), T), block 256; reads 2 * 4 * KV*N bytes of K/V per
-//   allowed position and token, once
-template <int DIM, int TILES, int UNIT>
-__global__ void __launch_bounds__(THREADS, 2)
-    attend_units(const float *q, const float *gate, const float *keys, const float *values,
-                 const int *positions, const int *selected, const int *num_selected,
-                 long long ratio, float *sums, float *, long long num_tokens, long long num_heads,
-                 long long num_kv_heads, long long dim, long long budget, long long heads) {
-    start_early();
-    extern __shared__ __align__(16) unsigned char memory[];
-    auto &shared = *reinterpret_cast<Shared<DIM, TILES> *>(memory);
-    const Attention all = {
-        q,     gate,       keys,      values,       positions, selected, num_selected,
-        ratio, num_tokens, num_heads, num_kv_heads, dim,       budget};
-    const int chunks = (all.group() + static_cast<int>(heads) - 1) / static_cast<int>(heads);
-    Block<DIM, TILES> block = {all, shared};
-    block.kv_head = blockIdx.y / chunks;
-    block.first_head = blockIdx.y % chunks * static_cast<int>(heads);
-    block.heads = min(static_cast<int>(heads), all.group() - block.first_head);
-    block.wide = is_wide(dim, q, keys, values);
-    block.first_token = blockIdx.z;
-    block.tokens = 1;
-    block.last = Allowed::of(all, blockIdx.z);
-    block.first_count = block.last.count;
-    const int num_parts = (block.last.count + PART - 1) / PART;
-    const int part = blockIdx.x * UNIT;
-    if (part >= num_parts) return;
+    block.first_token = (gridDim.y - 1 - blockIdx.y) * tokens;
+    block.tokens = static_cast<int>(min(num_tokens - block.first_token, tokens));
+    block.wide = all.is_cache_wide();
+    int stop = 0;
+    for (int token = 0; token < block.tokens; token++)
+        stop = max(stop, positions[block.first_token + token] + 1);
+    const int end = (stop + UNIT_POSITIONS - 1) / UNIT_POSITIONS;
     block.load_queries();
-    Sums<DIM, TILES> unit;
-    unit.clear();
-    block.add_parts(unit, part, min(part + UNIT, num_parts));
-    const long long num_units = gridDim.x, rows = num_tokens * num_units * num_heads;
-    const long long first = (blockIdx.z * num_units + blockIdx.x) * num_heads;
-    const long long of_token = blockIdx.z * num_heads;
-    if (threadIdx.x < block.num_rows()) {
-        const long long row = first + block.query(threadIdx.x) - of_token;
-        sums[rows * dim + 2 * row] = unit.largest;
-        sums[rows * dim + 2 * row + 1] = unit.weight;
-    }
-    block.for_each(unit, [&](int row, int column, float sum) {
-        sums[(first + block.query(row) - of_token) * dim + column] = sum;
-    });
-}
+    const int width = static_cast<int>(dim);
+    const bool even = is_even(dim, CUT ? sums : out, gate);
 
-// join_units: a token's units, in ascending order, then the division and the gate
-//   arguments as attend's; grid (H, T), a thread per column; reads 4 * N*H bytes per unit and token
-template <int UNIT>
-__global__ void join_units(const float *, const float *gate, const float *, const float *,
-                           const int *positions, const int *selected, const int *num_selected,
-                           long long ratio, const float *sums, float *out, long long num_tokens,
-                           long long num_heads, long long dim, long long budget,
-                           long long num_units) {
-    start_early();
-    Attention all = {};
-    all.positions = positions;
-    all.selected = selected;
-    all.num_selected = num_selected;
-    all.ratio = ratio;
-    all.budget = budget;
-    const long long token = blockIdx.y, head = blockIdx.x;
-    const int count = Allowed::of(all, token).count;
-    const int units = (count + PART * UNIT - 1) / (PART * UNIT);
-    const float *scores = sums + num_tokens * num_units * num_heads * dim;
-    for (long long column = threadIdx.x; column < dim; column += blockDim.x) {
-        float largest = lowest(), weight = 0.0f, sum = 0.0f;
-#pragma unroll 4
-        for (int unit = 0; unit < units; unit++) {
-            const long long row = (token * num_units + unit) * num_heads + head;
-            const Scales scales = Scales::of(largest, scores[2 * row]);
-            weight = joined(weight, scales.keep, scores[2 * row + 1], scales.add);
-            sum = joined(sum, scales.keep, sums[row * dim + column], scales.add);
-            largest = scales.largest;
+    Sums<DIM> state;
+    state.clear();
+    float largest[2] = {lowest(), lowest()}, weight[2] = {0.0f, 0.0f};  // of all units so far
+    bool has_sums = false;
+    const int first_unit = CUT ? static_cast<int>(blockIdx.z) : 0;
+    for (int unit = first_unit; unit < (CUT ? min(first_unit + 1, end) : end); unit++) {
+        block.find_parts(unit);
+        if (shared.num_parts == 0) continue;
+        if (has_sums) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const long long query = block.own_query(h);
+                if (query < 0) continue;
+                float *row = out + query * dim;
+                block.for_each(state, h, [&](float a, float b, int column) {
+                    store_pair(row, column, width, even, make_float2(a, b));
+                });
+            }
+            state.clear();
         }
-        const long long at = token * num_heads + head;
-        out[at * dim + column] = gated(sum, weight, gate[(2 * at + 1) * dim + column]);
+        block.add_parts(state, unit);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const Scales scales = Scales::of(largest[h], state.largest[h]);
+            weight[h] = joined(weight[h], scales.keep, state.weight[h], scales.add);
+            largest[h] = scales.largest;
+            const long long query = block.own_query(h);
+            if (!has_sums || query < 0) continue;
+            const float *row = out + query * dim;
+            block.for_each(state, h, [&](float &a, float &b, int column) {
+                const float2 before = load_pair(row, column, width, even);
+                a = joined(before.x, scales.keep, a, scales.add);
+                b = joined(before.y, scales.keep, b, scales.add);
+            });
+        }
+        has_sums = true;
+        __syncthreads();  // until all have read what find_parts writes anew
+    }
+    const long long num_units = gridDim.z, num_rows = num_tokens * num_units * num_heads;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const long long query = block.own_query(h);
+        if (query < 0) continue;
+        if (!CUT) {
+            float *row = out + query * dim;
+            const float *gates = gate + (2 * query + 1) * dim;
+            const float inverse = inverse_fast(weight[h]);
+            block.for_each(state, h, [&](float a, float b, int column) {
+                const float2 own = load_pair(gates, column, width, even);
+                store_pair(row, column, width, even,
+                           make_float2(gated(a, inverse, own.x), gated(b, inverse, own.y)));
+            });
+            continue;
+        }
+        const long long token = query / num_heads;
+        const long long at = query + (token * (num_units - 1) + first_unit) * num_heads;
+        if (block.lane() % 4 == 0) {
+            sums[num_rows * dim + 2 * at] = largest[h];
+            sums[num_rows * dim + 2 * at + 1] = weight[h];
+        }
+        float *row = sums + at * dim;
+        if (has_sums)
+            block.for_each(state, h, [&](float a, float b, int column) {
+                store_pair(row, column, width, even, make_float2(a, b));
+            });
     }
 }

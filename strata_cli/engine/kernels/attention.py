@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
-from strata_cli.engine.kernels.attention_plan import THREADS, AttendPlan
+from strata_cli.engine.device.base import Kernel, KernelArgument, Launch, Stream, Tensor
+from strata_cli.engine.kernels import attention_lists
+from strata_cli.engine.kernels.attention_lists import ListsPlan
+from strata_cli.engine.kernels.attention_plan import AttendPlan
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.math32 import exp32
 from strata_cli.engine.kernels.pointers import address_of
@@ -36,10 +38,55 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 F32 = np.float32
 SOURCE = "attention.cu"
+FEW_SOURCE = "attention_few.cu"
+THREADS = 256  # of a block that stores rows
 U64 = np.uint64  # an unsigned index lets LLVM turn a loop into vectors
 HEADS_AT_ONCE = 4  # share the reading of a key row; changes no bit
 POSITIONS_AT_ONCE = 64  # whose value rows stay in the first cache for all heads; changes no bit
 _ROWS_OF_HEADS = np.arange(HEADS_AT_ONCE, dtype=np.int32)
+
+
+def cache_type(stream: Stream) -> np.dtype[Any]:
+    """What a stream's device keeps keys and values in: float16 for tensor cores, else float32."""
+    return np.dtype(np.float16 if stream.shared_bytes else np.float32)
+
+
+def store_kv(
+    stream: Stream, k: Tensor, v: Tensor, positions: Tensor, keys: Tensor, values: Tensor
+) -> None:
+    """Write each token's keys and values at its position of a cache.
+
+    On a GPU a row whose values are not all numbers gets keys that are none.
+
+    Args:
+        stream: enqueues here.
+        k: float32 [T, KV, dim].
+        v: float32 [T, KV * dim].
+        positions: int32 [T], each below context, all different.
+        keys: cache_type [context, KV * dim]; other rows stay.
+        values: cache_type [context, KV * dim]; other rows stay.
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    expect_rank("store_kv k", k, 3)
+    expect_rank("store_kv keys", keys, 2)
+    num_tokens, num_kv_heads, dim = k.shape
+    width, dtype = num_kv_heads * dim, cache_type(stream)
+    expect("store_kv k", k, k.shape)
+    expect("store_kv v", v, (num_tokens, width))
+    expect("store_kv positions", positions, (num_tokens,), np.int32)
+    expect("store_kv keys", keys, (keys.shape[0], width), dtype)
+    expect("store_kv values", values, keys.shape, dtype)
+    launch = Launch(
+        items=num_tokens,
+        grain=grain(2 * width),
+        grid=(blocks(num_tokens * num_kv_heads, THREADS // 32), 1, 1),
+        block=(THREADS, 1, 1),
+        extents=(num_tokens, num_kv_heads, dim),
+        early=True,
+    )
+    stream.launch(STORE_KV, launch, k, v, positions, keys, values)
 
 
 def store_rows(stream: Stream, src: Tensor, positions: Tensor, cache: Tensor) -> None:
@@ -93,8 +140,8 @@ def attend(
         stream: enqueues here.
         q: queries, normalised and turned, float32 [T, H, dim].
         gate_src: float32 [T, H, 2 * dim], of which the second half of a head is its gate.
-        keys: float32 [context, KV * dim].
-        values: float32 [context, KV * dim].
+        keys: cache_type [context, KV * dim].
+        values: cache_type [context, KV * dim].
         positions: int32 [T].
         selected: int32 [T, budget_blocks] from select_blocks; not read when ratio is 0.
         num_selected: int32 [T]; not read when ratio is 0.
@@ -113,23 +160,55 @@ def attend(
     group = num_heads // max(num_kv_heads, 1)
     expect("attend q", q, (num_tokens, group * num_kv_heads, dim))
     expect("attend gate_src", gate_src, (num_tokens, num_heads, 2 * dim))
-    expect("attend keys", keys, (keys.shape[0], num_kv_heads * dim))
-    expect("attend values", values, keys.shape)
+    is_old = bool(stream.shared_bytes) and keys.dtype == np.float32
+    dtype = keys.dtype if is_old else cache_type(stream)
+    expect("attend keys", keys, (keys.shape[0], num_kv_heads * dim), dtype)
+    expect("attend values", values, keys.shape, dtype)
     expect("attend positions", positions, (num_tokens,), np.int32)
     expect("attend selected", selected, (num_tokens, selected.shape[1]), np.int32)
     expect("attend num_selected", num_selected, (num_tokens,), np.int32)
     expect("attend sums", sums, (sums.size,))
     expect("attend out", out, (num_tokens, num_heads * dim))
-    items = num_tokens * num_kv_heads * blocks(group, HEADS_AT_ONCE)
-    host_grain = grain(keys.shape[0] * dim // 8)
-    plan = AttendPlan.of(q, keys, selected.shape[1], ratio, items, host_grain)
     arguments = (q, gate_src, keys, values, positions, selected, num_selected, ratio, sums, out)
+    if is_old:
+        _attend_lists(stream, *arguments)
+        return
+    plan = AttendPlan.of(q, keys, selected.shape[1], ratio, stream.shared_bytes, sums)
+    if not stream.shared_bytes or not (plan.is_by_parts or plan.is_by_units):
+        items = num_tokens * num_kv_heads * blocks(group, HEADS_AT_ONCE)
+        launch = plan.whole(items, grain(keys.shape[0] * dim // 8))
+        stream.launch(_tile_kernel(plan, is_cut=False), launch, *arguments)
+        return
+    for step in plan.steps():
+        part = _rows(arguments, step.first, step.last)
+        if plan.is_by_parts:
+            stream.launch(_part_kernel(plan), plan.parts(step), *part)
+            stream.launch(JOIN_PARTS, plan.join(step), *part)
+        else:
+            stream.launch(_tile_kernel(plan, is_cut=True), plan.units(step), *part)
+            stream.launch(JOIN_UNITS, plan.join(step), *part)
+
+
+def _rows(arguments: tuple[KernelArgument, ...], first: int, last: int) -> list[KernelArgument]:
+    """Arguments of attend for tokens first .. last."""
+    of_tokens = (0, 1, 4, 5, 6, 9)
+    return [
+        argument.rows(first, last)
+        if index in of_tokens and isinstance(argument, Tensor)
+        else argument
+        for index, argument in enumerate(arguments)
+    ]
+
+
+def _attend_lists(stream: Stream, *arguments: Any) -> None:
+    q, _, keys, _, _, selected, _, ratio, sums, _ = arguments
+    plan = ListsPlan.of(q, keys, selected.shape[1], ratio)
     if plan.is_cut(sums.size):
-        units = _kernel("attend_units", plan.padded_dim, plan.unit_tiles, plan.unit_parts)
+        units = _lists_kernel("attend_units", plan.padded_dim, plan.unit_tiles, plan.unit_parts)
         stream.launch(units, plan.units, *arguments)
-        stream.launch(_join_kernel(plan.unit_parts), plan.join, *arguments)
+        stream.launch(_lists_kernel("join_units", plan.unit_parts), plan.join, *arguments)
     else:
-        whole = _kernel("attend", plan.padded_dim, plan.whole_tiles, plan.unit_parts)
+        whole = _lists_kernel("attend", plan.padded_dim, plan.whole_tiles, plan.unit_parts)
         stream.launch(whole, plan.whole, *arguments)
 
 
@@ -139,6 +218,18 @@ def _store_rows(begin: int, end: int, src: Floats, positions: Ints, cache: Float
     width = src.shape[1]
     for token in range(begin, end):
         copy_rows(cache, positions[token] * width, width, src, token * width, width, 1, width)
+
+
+@nogil_jit
+def _store_kv(
+    begin: int, end: int, k: Floats, v: Floats, positions: Ints, keys: Floats, values: Floats
+) -> None:
+    """Items: tokens."""
+    width = v.shape[1]
+    for token in range(begin, end):
+        at = positions[token] * width
+        copy_rows(keys, at, width, k, token * width, width, 1, width)
+        copy_rows(values, at, width, v, token * width, width, 1, width)
 
 
 @nogil_jit
@@ -228,6 +319,16 @@ def store_rows_reference(src: Floats, positions: Ints, cache: Floats) -> Floats:
     return new
 
 
+def store_kv_reference(
+    k: Floats, v: Floats, positions: Ints, keys: Floats, values: Floats
+) -> tuple[Floats, Floats]:
+    """store_kv in plain numpy: the new keys and values."""
+    new_keys, new_values = keys.copy(), values.copy()
+    new_keys[positions] = k.reshape(len(k), -1)
+    new_values[positions] = v
+    return new_keys, new_values
+
+
 def attend_reference(
     q: Floats,
     gate_src: Floats,
@@ -258,16 +359,34 @@ def attend_reference(
 
 
 @functools.cache
-def _kernel(name: str, padded_dim: int, tiles: int, unit_parts: int) -> Kernel:
-    function = f"{name}<{padded_dim}, {tiles}, {unit_parts}>"
+def _tile_kernel_of(dim: int, warps: int, stages: int, is_cut: bool) -> Kernel:
+    function = f"attend<{dim}, {warps}, {stages}, {str(is_cut).lower()}>"
     return Kernel(function, _attend, attend_reference, SOURCE, function)
 
 
+def _tile_kernel(plan: AttendPlan, *, is_cut: bool) -> Kernel:
+    return _tile_kernel_of(plan.padded_dim, plan.tile.warps, plan.tile.stages, is_cut)
+
+
 @functools.cache
-def _join_kernel(unit_parts: int) -> Kernel:
-    function = f"join_units<{unit_parts}>"
-    return Kernel(function, _nothing_to_join, attend_reference, SOURCE, function)
+def _part_kernel_of(dim: int, stages: int) -> Kernel:
+    function = f"attend_parts<{dim}, {stages}>"
+    return Kernel(function, _attend, attend_reference, FEW_SOURCE, function)
+
+
+def _part_kernel(plan: AttendPlan) -> Kernel:
+    return _part_kernel_of(plan.padded_dim, plan.part_stages)
+
+
+@functools.cache
+def _lists_kernel(name: str, *numbers: int) -> Kernel:
+    function = f"{name}<{', '.join(map(str, numbers))}>"
+    host = _nothing_to_join if name == "join_units" else _attend
+    return Kernel(f"old {function}", host, attend_reference, attention_lists.SOURCE, function)
 
 
 STORE_ROWS = Kernel("store_rows", _store_rows, store_rows_reference, SOURCE)
-ATTEND = _kernel("attend", 256, 2, 1)
+STORE_KV = Kernel("store_kv", _store_kv, store_kv_reference, SOURCE)
+JOIN_PARTS = Kernel("join_parts", _nothing_to_join, attend_reference, FEW_SOURCE)
+JOIN_UNITS = Kernel("join_units", _nothing_to_join, attend_reference, FEW_SOURCE)
+ATTEND = _tile_kernel_of(256, 8, 2, is_cut=False)

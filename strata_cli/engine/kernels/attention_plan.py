@@ -1,24 +1,68 @@
 """How thread blocks of a GPU share a call of attention. Nothing here changes a bit of its result.
 
-Many tokens: a thread block takes all positions of two tokens and the query heads that share a key
-head. Few tokens: it takes one unit of a token's positions, so that they fill the GPU, and a second
-launch joins the units in order.
+Many tokens: a thread block takes all positions of a tile of tokens, with the query heads that share
+a key head. Where tiles are too few to fill the GPU, it takes one unit of a tile's positions; of few
+tokens, one part of one token's. A second launch then joins the units or parts in order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from strata_cli.engine.device.base import Launch, Tensor
 from strata_cli.engine.kernels.shapes import blocks
 from strata_cli.errors import ShapeError
 
-THREADS = 256  # per block
 PART_POSITIONS = 64  # added up before they join those before
-FEW_TOKENS = 16  # at most so many are cut into units
-TOKENS_TOGETHER = 2  # share a thread block where they are not few
-TILE_ROWS = 16  # (token, query head) pairs that a tensor core takes together
-MOST_ROWS = 32  # that a thread block takes
+UNIT_PARTS = 16
+FEW_TOKENS = 16  # at most so many go by parts
+ENOUGH_BLOCKS = 132  # fill a large GPU
+TILE_ROWS = 16  # (token, query head) pairs that a warp takes
+MOST_TOKENS = 32  # of a tile
+PART_THREADS = 256  # of a block that takes one part
+MOST_PARTS = 16  # that a block takes one after the other
+JOIN_THREADS = 64
+
+
+class Tile(NamedTuple):
+    """A thread block: warps, and how K and V of the cache's parts lie in its shared memory.
+
+    Attributes:
+        warps: of 16 rows each.
+        stages: 2, the copies of a part overlap the products of the one before; 1; or 0, K and V
+            take turns in one place.
+    """
+
+    warps: int
+    stages: int
+
+    def shared_bytes(self, padded_dim: int) -> int:
+        """Of a block with heads so wide."""
+        buffers = 2 * self.stages or 1
+        rows = buffers * PART_POSITIONS + TILE_ROWS * self.warps
+        words = (MOST_TOKENS + 1) * 2 * UNIT_PARTS + UNIT_PARTS + 1
+        return -(-(2 * padded_dim * rows + 4 * words) // 16) * 16
+
+
+TILES = (Tile(8, 2), Tile(4, 1), Tile(2, 0))  # the first that fits a GPU
+
+
+def part_shared_bytes(padded_dim: int, stages: int) -> int:
+    """Shared memory of a block that takes one part."""
+    tiles = 2 * padded_dim * ((stages + 1) * PART_POSITIONS + TILE_ROWS)
+    weights = 2 * TILE_ROWS * PART_POSITIONS
+    warps = PART_THREADS // 32
+    words = warps * TILE_ROWS + 3 * MOST_PARTS + warps + 1
+    return -(-(tiles + weights + 4 * words) // 16) * 16
+
+
+def most_parts(context: int, budget: int, ratio: int) -> int:
+    """Parts that a token's positions can touch."""
+    if ratio == 0:
+        return blocks(context, PART_POSITIONS)
+    per_block = 1 if PART_POSITIONS % ratio == 0 else blocks(ratio - 1, PART_POSITIONS) + 1
+    return min(blocks(context, PART_POSITIONS), (budget + 1) * per_block)
 
 
 def attend_scratch_floats(
@@ -34,18 +78,20 @@ def attend_scratch_floats(
         budget: blocks that a token may select.
         ratio: positions per block, 0 for dense attention.
     """
-    units = _num_units(context, budget, ratio)
-    return min(num_tokens, FEW_TOKENS) * units * num_heads * (dim + 2)
+    parts = most_parts(context, budget, ratio)
+    return min(num_tokens, FEW_TOKENS) * _floats_by_parts(parts, num_heads, dim)
 
 
-def _unit_parts(ratio: int) -> int:
-    """Parts that are joined before they join the whole; many where any number may come."""
-    return 1 if ratio else 16
+def _floats_by_parts(parts: int, num_heads: int, dim: int) -> int:
+    """Of one token: sums, two numbers for each of them, a number for each part, and the count."""
+    return parts * (num_heads * (dim + 2) + 1) + 1
 
 
-def _num_units(context: int, budget: int, ratio: int) -> int:
-    most = min(context, budget * ratio + ratio - 1) if ratio else context
-    return blocks(most, PART_POSITIONS * _unit_parts(ratio))
+class Step(NamedTuple):
+    """Launches for some of the tokens: first .. last of the call."""
+
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +99,26 @@ class AttendPlan:
     """The launches of one call.
 
     Attributes:
-        num_tokens, num_heads, num_kv_heads, dim, budget: extents of attend's arguments.
-        unit_parts: parts that are joined before they join the whole.
-        num_units: units that the longest list of positions can have.
-        items, grain: how the host cuts the call.
+        num_heads, num_kv_heads, dim, budget, ratio: extents of attend's arguments.
+        context: positions of the cache.
+        num_tokens: of the call.
+        shared_bytes: that a thread block may use.
+        scratch_floats: there are.
     """
 
     num_tokens: int
     num_heads: int
     num_kv_heads: int
     dim: int
+    context: int
     budget: int
-    unit_parts: int
-    num_units: int
-    items: int
-    grain: int
+    ratio: int
+    shared_bytes: int
+    scratch_floats: int
 
     @classmethod
     def of(
-        cls, q: Tensor, keys: Tensor, budget: int, ratio: int, items: int, grain: int
+        cls, q: Tensor, keys: Tensor, budget: int, ratio: int, shared_bytes: int, sums: Tensor
     ) -> AttendPlan:
         """The plan for queries [T, H, dim] over a cache [context, KV * dim].
 
@@ -81,14 +128,8 @@ class AttendPlan:
         (num_tokens, num_heads, dim), (context, width) = q.shape, keys.shape
         if dim > 256:
             raise ShapeError(f"attend: heads of {dim} columns, at most 256 fit")
-        units = _num_units(context, budget, ratio)
-        kv, parts = width // dim, _unit_parts(ratio)
-        return cls(num_tokens, num_heads, kv, dim, budget, parts, units, items, grain)
-
-    def is_cut(self, scratch_floats: int) -> bool:
-        """Whether tokens are cut into units: they are few, and the scratch holds their sums."""
-        rows = self.num_tokens * self.num_units * self.num_heads
-        return self.num_tokens <= FEW_TOKENS and rows * (self.dim + 2) <= scratch_floats
+        kv = width // dim
+        return cls(num_tokens, num_heads, kv, dim, context, budget, ratio, shared_bytes, sums.size)
 
     @property
     def padded_dim(self) -> int:
@@ -96,60 +137,121 @@ class AttendPlan:
         return next(n for n in (32, 64, 128, 256) if n >= self.dim)
 
     @property
-    def _heads(self) -> int:
-        """Query heads of one thread block, of those that share a key head."""
-        return min(self.num_heads // self.num_kv_heads, MOST_ROWS)
+    def tile(self) -> Tile:
+        """Of a thread block of many tokens."""
+        sizes = [tile for tile in TILES if tile.shared_bytes(self.padded_dim) <= self.shared_bytes]
+        return sizes[0] if sizes else TILES[-1]
 
     @property
-    def _groups(self) -> int:
-        return self.num_kv_heads * blocks(self.num_heads // self.num_kv_heads, self._heads)
+    def part_stages(self) -> int:
+        """1 where K and V of a part fit side by side, else 0."""
+        return int(part_shared_bytes(self.padded_dim, 1) <= self.shared_bytes)
 
     @property
-    def whole_tiles(self) -> int:
-        """Tiles of a thread block that takes all positions."""
-        return MOST_ROWS // TILE_ROWS
+    def is_by_parts(self) -> bool:
+        """Whether tokens are few, and the scratch holds the sums of one."""
+        return self.num_tokens <= FEW_TOKENS and self._tokens_by_parts > 0
 
     @property
-    def unit_tiles(self) -> int:
-        """Tiles of a thread block that takes one unit of one token."""
-        return blocks(self._heads, TILE_ROWS)
+    def is_by_units(self) -> bool:
+        """Whether tiles leave much of the GPU idle, and the scratch holds the sums of one."""
+        is_long = self._num_units > 1 and self._tokens_by_units >= self._tile_tokens
+        return is_long and self._groups(self._tile_heads) * self._num_tiles < ENOUGH_BLOCKS
 
-    @property
-    def whole(self) -> Launch:
-        """All positions of each token."""
-        grid = (self._groups, blocks(self.num_tokens, TOKENS_TOGETHER), 1)
-        return self._launch(grid, self.whole_tiles)
+    def steps(self) -> list[Step]:
+        """Tokens that fit the scratch together."""
+        at_once = self.num_tokens
+        if self.is_by_parts:
+            at_once = self._tokens_by_parts
+        elif self.is_by_units:
+            at_once = self._tokens_by_units // self._tile_tokens * self._tile_tokens
+        firsts = range(0, self.num_tokens, at_once)
+        return [Step(first, min(first + at_once, self.num_tokens)) for first in firsts]
 
-    @property
-    def units(self) -> Launch:
-        """One unit per thread block."""
-        return self._launch((self.num_units, self._groups, self.num_tokens), self.unit_tiles)
+    def whole(self, items: int, grain: int) -> Launch:
+        """All positions of each token; items and grain are the host's."""
+        return self._tiles(self.num_tokens, units=1, items=items, grain=grain)
 
-    @property
-    def join(self) -> Launch:
-        """All units of each token and head; nothing on the host, which does not cut."""
+    def units(self, step: Step) -> Launch:
+        """One unit of a tile per thread block."""
+        return self._tiles(step.last - step.first, self._num_units, items=1, grain=1)
+
+    def parts(self, step: Step) -> Launch:
+        """Few parts of a token per thread block."""
+        tokens, heads = step.last - step.first, min(self._group, TILE_ROWS)
+        groups, parts = self._groups(heads), self._most_parts
+        wanted = blocks(2 * ENOUGH_BLOCKS, groups * tokens)
+        per_token = min(parts, max(wanted, blocks(parts, MOST_PARTS)))
         return Launch(
             items=1,
-            grid=(self.num_heads, self.num_tokens, 1),
-            block=(self.padded_dim, 1, 1),
-            extents=(self.num_tokens, self.num_heads, self.dim, self.budget, self.num_units),
+            grid=(per_token, groups, tokens),
+            block=(PART_THREADS, 1, 1),
+            shared_bytes=part_shared_bytes(self.padded_dim, self.part_stages),
+            extents=(tokens, *self._extents(heads), parts),
             early=True,
         )
 
-    def _launch(self, grid: tuple[int, int, int], tiles: int) -> Launch:
-        rows, kv = TILE_ROWS * tiles, self.num_kv_heads
-        shared_bytes = (
-            2 * (PART_POSITIONS + rows) * self.padded_dim  # K or V of a part, queries
-            + 2 * rows * PART_POSITIONS  # weights
-            + 4 * rows * (THREADS // 32 + 3)  # scores and scales
-            + 4 * PART_POSITIONS  # where positions lie
-        )
+    def join(self, step: Step) -> Launch:
+        """All parts or units of each token and head."""
+        tokens = step.last - step.first
+        pieces = self._most_parts if self.is_by_parts else self._num_units
         return Launch(
-            items=self.items,
-            grain=self.grain,
-            grid=grid,
-            block=(THREADS, 1, 1),
-            shared_bytes=shared_bytes,
-            extents=(self.num_tokens, self.num_heads, kv, self.dim, self.budget, self._heads),
+            items=1,
+            grid=(self.num_heads, blocks(self.dim, JOIN_THREADS), tokens),
+            block=(JOIN_THREADS, 1, 1),
+            extents=(tokens, self.num_heads, self.dim, pieces),
             early=True,
         )
+
+    def _tiles(self, tokens: int, units: int, items: int, grain: int) -> Launch:
+        per_tile = self._tile_tokens
+        return Launch(
+            items=items,
+            grain=grain,
+            grid=(self._groups(self._tile_heads), blocks(tokens, per_tile), units),
+            block=(32 * self.tile.warps, 1, 1),
+            shared_bytes=self.tile.shared_bytes(self.padded_dim),
+            extents=(tokens, *self._extents(self._tile_heads), per_tile),
+            early=True,
+        )
+
+    def _extents(self, heads: int) -> tuple[int, ...]:
+        return (self.num_heads, self.num_kv_heads, self.dim, self.budget, heads)
+
+    @property
+    def _group(self) -> int:
+        """Query heads that share a key head."""
+        return self.num_heads // self.num_kv_heads
+
+    def _groups(self, heads: int) -> int:
+        return self.num_kv_heads * blocks(self._group, heads)
+
+    @property
+    def _tile_heads(self) -> int:
+        return min(self._group, TILE_ROWS * self.tile.warps)
+
+    @property
+    def _tile_tokens(self) -> int:
+        return min(TILE_ROWS * self.tile.warps // self._tile_heads, MOST_TOKENS)
+
+    @property
+    def _num_tiles(self) -> int:
+        return blocks(self.num_tokens, self._tile_tokens)
+
+    @property
+    def _num_units(self) -> int:
+        return blocks(self.context, PART_POSITIONS * UNIT_PARTS)
+
+    @property
+    def _most_parts(self) -> int:
+        return most_parts(self.context, self.budget, self.ratio)
+
+    @property
+    def _tokens_by_parts(self) -> int:
+        """Tokens whose parts the scratch holds."""
+        return self.scratch_floats // _floats_by_parts(self._most_parts, self.num_heads, self.dim)
+
+    @property
+    def _tokens_by_units(self) -> int:
+        """Tokens whose units the scratch holds."""
+        return self.scratch_floats // (self._num_units * self.num_heads * (self.dim + 2))
