@@ -147,7 +147,8 @@ def defines_of(qtype: QuantType) -> tuple[str, ...]:
 
 
 @cache
-def _unit(source: str, name: str, qtype: QuantType, *parameters: int) -> Unit:
+def unit_of(source: str, name: str, qtype: QuantType, *parameters: int) -> Unit:
+    """The instance of a source's template with the type and numbers that it takes."""
     instance = f"{name}<{', '.join((qtype.name, *map(str, parameters)))}>"
     return Unit(source, instance, defines_of(qtype))
 
@@ -206,7 +207,7 @@ def few_plan(
     warps = tiles * warps_per_tile
     parameters = (matrix.qtype, matrix.lane, tile_rows, matrix.align)
     return Plan(
-        unit=_unit("matmul_few.cu", "grouped_few" if experts else "matmul_few", *parameters),
+        unit=unit_of("matmul_few.cu", "grouped_few" if experts else "matmul_few", *parameters),
         grid=(segments, blocks(matrix.rows, tiles * tile_rows), 1),
         block=(WARP * warps, 1, 1),
         shared_bytes=book_bytes + warps * warp.nbytes + tiles * tile_bytes,
@@ -266,7 +267,7 @@ def ahead_plan(
     groups = blocks(matrix.rows, tiles * tile_rows)
     rounds = _rounds(groups, segments, resident)
     parameters = (matrix.qtype, matrix.lane, tile_rows, matrix.align)
-    unit = _unit("matmul_few.cu", "grouped_few" if experts else "matmul_few", *parameters)
+    unit = unit_of("matmul_few.cu", "grouped_few" if experts else "matmul_few", *parameters)
     defines = (f"AHEAD={ahead.buffers}", f"COPY_LANES={ahead.copy_lanes}")
     return Plan(
         unit=unit._replace(defines=unit.defines + defines),
@@ -353,7 +354,7 @@ def _choose_tile(
 def _many(name: str, matrix: Matrix, tile: Tile, num_blocks: int, experts: int = 0) -> Plan:
     prefix_bytes = 4 * (experts + 1) if experts else 0
     return Plan(
-        unit=_unit("matmul_many.cu", name, matrix.qtype, matrix.lane, matrix.align, *tile),
+        unit=unit_of("matmul_many.cu", name, matrix.qtype, matrix.lane, matrix.align, *tile),
         grid=(num_blocks, 1, 1),
         block=(WARP * tile.row_warps * tile.token_warps, 1, 1),
         shared_bytes=many_shared_bytes(matrix, tile) + prefix_bytes,

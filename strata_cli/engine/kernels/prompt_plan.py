@@ -1,0 +1,189 @@
+"""How a GPU runs the many-row products: the shape of its tiles, and how many blocks make them.
+
+Nothing here decides bits. The layout of shared memory is stated in matmul_prompt.cu.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from strata_cli.engine.kernels.products import (
+    WARP,
+    Matrix,
+    Plan,
+    code_book,
+    slice_cols,
+    unit_of,
+)
+from strata_cli.engine.kernels.shapes import blocks
+from strata_cli.engine.model.quants import BLOCK
+from strata_cli.errors import DeviceError
+
+WARP_ROWS = 32
+WARP_TOKENS = 64
+TOKEN_BYTES = 256  # of one token in a stage of 128 k
+RING_TILES = 8
+TILE_BYTES = 24
+SLOT_PADDING = 16
+BLOCK_SHARED_BYTES = 1 << 10  # that a multiprocessor keeps for each block
+WARPS_PER_MULTIPROCESSOR = 8  # by the function's registers
+
+
+class Gpu(NamedTuple):
+    """What decides how many blocks run at once.
+
+    Attributes:
+        shared_bytes: most dynamic shared memory of a block.
+        num_multiprocessors: how many there are.
+    """
+
+    shared_bytes: int
+    num_multiprocessors: int
+
+
+class Shape(NamedTuple):
+    """A block: its warps, and stages of activations and of raw rows in shared memory."""
+
+    row_warps: int
+    token_warps: int
+    x_slots: int
+    raw_slots: int
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a tile."""
+        return WARP_ROWS * self.row_warps
+
+    @property
+    def tokens(self) -> int:
+        """Activation rows of a tile."""
+        return WARP_TOKENS * self.token_warps
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.row_warps * self.token_warps
+
+
+# In order of preference. Wide tiles read least; small ones and 160 rows suit narrow matrices.
+DENSE = tuple(
+    Shape(*warps, 3, raw_slots)
+    for warps in ((4, 2), (4, 1), (5, 1), (2, 1), (1, 1))
+    for raw_slots in (3, 2)
+)
+GROUPED = tuple(Shape(r, 1, 3, raw_slots) for r in (4, 2, 1) for raw_slots in (3, 2))
+
+
+def is_long(matrix: Matrix) -> bool:
+    """Whether a stage of raw rows is 256 k, two of activations."""
+    return max(4 * matrix.lane, BLOCK[matrix.qtype].weights) == 256
+
+
+def prompt_shared_bytes(matrix: Matrix, shape: Shape, experts: int = 0) -> int:
+    """Raw rows, activations, the tiles known and where their tokens are, code book, prefix sums."""
+    raw_bytes = matrix.bytes_of(256 if is_long(matrix) else 128)
+    chunks = blocks(raw_bytes + 16 - math.gcd(matrix.align, raw_bytes), 16) | 1
+    raw = shape.raw_slots * (shape.rows * 16 * chunks + SLOT_PADDING)
+    known = RING_TILES * (TILE_BYTES + 4 * shape.tokens) + 64  # read, not used, beyond the last
+    rest = 4 * len(code_book(matrix.qtype)) + (4 * (experts + 1) if experts else 0)
+    return raw + shape.x_slots * shape.tokens * TOKEN_BYTES + known + rest
+
+
+def _slots_suffice(matrix: Matrix, shape: Shape) -> bool:
+    """Copies of raw rows must begin two stages before they are used."""
+    return (2 if is_long(matrix) else 1) * (shape.raw_slots - 1) >= 2
+
+
+def _resident(matrix: Matrix, shape: Shape, gpu: Gpu, experts: int) -> int:
+    """Blocks that a multiprocessor holds at once; 0: not even one fits."""
+    nbytes = prompt_shared_bytes(matrix, shape, experts)
+    if nbytes > gpu.shared_bytes or not _slots_suffice(matrix, shape):
+        return 0
+    all_bytes = gpu.shared_bytes + BLOCK_SHARED_BYTES
+    return max(
+        1, min(WARPS_PER_MULTIPROCESSOR // shape.warps, all_bytes // (nbytes + BLOCK_SHARED_BYTES))
+    )
+
+
+def _cost(shape: Shape, tiles: int, resident: int, num_multiprocessors: int) -> float:
+    """Time of the busiest multiprocessor: its tiles, slower with few warps at work."""
+    turns = blocks(tiles, max(1, num_multiprocessors))
+    warps = shape.warps * min(turns, resident)
+    return turns * shape.warps * (1 + WARPS_PER_MULTIPROCESSOR / 2 / warps)
+
+
+class _Choice(NamedTuple):
+    shape: Shape
+    resident: int  # blocks of it on a multiprocessor
+
+
+def _choose(
+    matrix: Matrix, shapes: Iterable[Shape], tokens: int, gpu: Gpu, experts: int = 0
+) -> _Choice:
+    """The shape that is done first; the first of several."""
+    best, best_cost = None, math.inf
+    for shape in shapes:
+        resident = _resident(matrix, shape, gpu, experts)
+        if resident == 0:
+            continue
+        tiles = blocks(matrix.rows, shape.rows) * blocks(tokens, shape.tokens)
+        cost = _cost(shape, tiles, resident, gpu.num_multiprocessors)
+        if cost < best_cost:
+            best, best_cost = _Choice(shape, resident), cost
+    if best is None:
+        raise DeviceError(
+            f"{matrix.qtype.name} product with {matrix.cols} columns does not fit a block's "
+            f"{gpu.shared_bytes} bytes of shared memory"
+        )
+    return best
+
+
+def _plan(
+    name: str, matrix: Matrix, choice: _Choice, tiles: int, gpu: Gpu, experts: int = 0
+) -> Plan:
+    shape = choice.shape
+    return Plan(
+        unit=unit_of("matmul_prompt.cu", name, matrix.qtype, matrix.lane, matrix.align, *shape),
+        grid=(min(tiles, choice.resident * max(1, gpu.num_multiprocessors)), 1, 1),
+        block=(WARP * shape.warps, 1, 1),
+        shared_bytes=prompt_shared_bytes(matrix, shape, experts),
+        extents=(*((experts,) if experts else ()), slice_cols(matrix.qtype, matrix.cols)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def has_prompt_plan(matrix: Matrix, gpu: Gpu, experts: int = 0) -> bool:
+    """Whether any shape fits; on GPUs with little shared memory some types' rows do not."""
+    return any(_resident(matrix, shape, gpu, experts) for shape in DENSE)
+
+
+@lru_cache(maxsize=4096)
+def prompt_plan(
+    matrix: Matrix, tokens: int, gpu: Gpu, candidates: tuple[Shape, ...] = DENSE
+) -> Plan:
+    """The many-row function for one matrix and so many tokens.
+
+    Raises:
+        DeviceError: no candidate fits.
+    """
+    choice = _choose(matrix, candidates, tokens, gpu)
+    tiles = blocks(matrix.rows, choice.shape.rows) * blocks(tokens, choice.shape.tokens)
+    return _plan("matmul_prompt", matrix, choice, tiles, gpu)
+
+
+@lru_cache(maxsize=4096)
+def grouped_prompt_plan(
+    matrix: Matrix, pairs: int, experts: int, gpu: Gpu, candidates: tuple[Shape, ...] = GROUPED
+) -> Plan:
+    """The many-row function over the pairs of all experts.
+
+    Raises:
+        DeviceError: no candidate fits.
+    """
+    choice = _choose(matrix, candidates, pairs, gpu, experts)
+    tiles = pairs // choice.shape.tokens + min(pairs, experts)
+    row_tiles = blocks(matrix.rows, choice.shape.rows)
+    return _plan("grouped_prompt", matrix, choice, tiles * row_tiles, gpu, experts)

@@ -1,0 +1,112 @@
+"""How a GPU cuts the products of prompts: what must fit, and that no multiprocessor waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from strata_cli.engine.device.cuda_kernels import KERNELS_FOLDER
+from strata_cli.engine.device.nvrtc import Compiler, read_unit
+from strata_cli.engine.kernels.products import Matrix, alignment, dense_matrix
+from strata_cli.engine.kernels.prompt_plan import (
+    Gpu,
+    Shape,
+    grouped_prompt_plan,
+    has_prompt_plan,
+    prompt_plan,
+    prompt_shared_bytes,
+)
+from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
+from strata_cli.errors import ConfigError, DeviceError
+
+GPUS = {
+    "ampere": Gpu(99 << 10, 82),
+    "hopper": Gpu(227 << 10, 132),
+}
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+TYPES = [qtype for qtype in QuantType if qtype is not QuantType.F32]
+
+
+def matrix_of(qtype: QuantType, rows: int, cols: int) -> Matrix:
+    return dense_matrix(qtype, rows, cols, 0)
+
+
+def expert_of(qtype: QuantType, rows: int, cols: int) -> Matrix:
+    return Matrix(qtype, rows, cols, alignment(row_bytes(qtype, cols)))
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda qtype: qtype.name)
+def test_plans_fit_every_gpu(qtype: QuantType, gpu: Gpu) -> None:
+    for cols in (256, 640, 2560, 10240):
+        if cols % BLOCK[qtype].weights:
+            continue
+        for rows in (1, 40, 320, 12288):
+            for plan in (
+                prompt_plan(matrix_of(qtype, rows, cols), 4096, gpu),
+                prompt_plan(matrix_of(qtype, rows, cols), 40, gpu),
+                grouped_prompt_plan(expert_of(qtype, rows, cols), 40960, 512, gpu),
+            ):
+                assert plan.shared_bytes <= gpu.shared_bytes
+                assert 0 < plan.grid[0] <= 8 * gpu.num_multiprocessors
+                assert plan.block[0] <= 256
+                assert plan.grid[1:] == (1, 1)
+
+
+def test_small_gpus_have_it_for_types_of_short_rows() -> None:
+    turing = Gpu(64 << 10, 40)
+    assert has_prompt_plan(matrix_of(QuantType.Q4_K, 640, 2560), turing)
+    assert not has_prompt_plan(matrix_of(QuantType.Q8_0, 640, 2560), turing)
+    assert has_prompt_plan(matrix_of(QuantType.Q8_0, 640, 2560), GPUS["ampere"])
+
+
+def test_large_products_take_wide_tiles_and_narrow_ones_fill_the_gpu() -> None:
+    gpu = GPUS["hopper"]
+    large = prompt_plan(matrix_of(QuantType.Q8_0, 12288, 2560), 4096, gpu)
+    assert large.unit.function.endswith("4, 2, 3, 3>")
+    assert large.grid == (132, 1, 1)
+    narrow = prompt_plan(matrix_of(QuantType.Q8_0, 320, 10240), 4096, gpu)
+    assert narrow.grid[0] >= 128
+
+
+def test_two_blocks_of_experts_fit_a_multiprocessor() -> None:
+    for qtype, rows, cols in (
+        (QuantType.IQ3_XXS, 640, 2560),
+        (QuantType.IQ4_NL, 2560, 640),
+        (QuantType.Q8_0, 2560, 640),
+    ):
+        plan = grouped_prompt_plan(expert_of(qtype, rows, cols), 20480, 512, GPUS["hopper"])
+        assert plan.block == (128, 1, 1)
+        assert 2 * (plan.shared_bytes + 1024) <= 228 << 10
+
+
+def test_few_tiles_need_no_more_blocks() -> None:
+    plan = prompt_plan(matrix_of(QuantType.Q8_0, 256, 2560), 64, GPUS["hopper"])
+    assert plan.grid[0] <= 8
+    grouped = grouped_prompt_plan(expert_of(QuantType.Q8_0, 64, 2560), 3, 2, GPUS["hopper"])
+    assert grouped.grid[0] <= 4
+
+
+def test_a_shape_that_does_not_fit_is_named() -> None:
+    matrix, shape = matrix_of(QuantType.Q8_0, 640, 2560), Shape(8, 2, 3, 3)
+    assert prompt_shared_bytes(matrix, shape) > 227 << 10
+    with pytest.raises(DeviceError, match="Q8_0 product with 2560 columns does not fit"):
+        prompt_plan(matrix, 4096, GPUS["hopper"], (shape,))
+    short = matrix_of(QuantType.IQ4_NL, 640, 640)  # copies could not begin early enough
+    with pytest.raises(DeviceError, match="does not fit"):
+        prompt_plan(short, 4096, GPUS["hopper"], (Shape(4, 2, 3, 2),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_products_compile_for_every_architecture(architecture: str) -> None:
+    try:
+        compiler = Compiler()
+    except ConfigError as error:
+        pytest.skip(error.message)
+    units = (
+        prompt_plan(matrix_of(QuantType.BF16, 640, 104), 4096, GPUS["ampere"]).unit,
+        grouped_prompt_plan(expert_of(QuantType.IQ3_XXS, 640, 2560), 999, 9, GPUS["ampere"]).unit,
+    )
+    for source, function, defines in units:
+        unit = read_unit(KERNELS_FOLDER / source, defines=defines, instances=(function,))
+        assert compiler.compile(unit, architecture).symbols
