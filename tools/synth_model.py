@@ -102,7 +102,7 @@ the vocabulary."""
 @click.option(
     "--text",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A text that --report-routing reads too, if it is long enough.",
+    help="A text that --report-routing reads too.",
 )
 def main(
     preset: str | None,

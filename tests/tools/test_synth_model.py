@@ -148,19 +148,28 @@ def test_the_report_counts_who_was_routed_to(tiny: Path) -> None:
     counts = [1, 16, 200]
     readings = measure_routing(tiny, counts, device="host", text="some words " * 200)
     assert set(readings) == {"random", "zipf", "text"}
-    for unrouted, _ in readings.values():
+    top_k = TINY.num_experts_per_tok
+    for unrouted, near, far, _ in readings.values():
+        assert 0 < far < near < top_k  # depends on the token, and on the text
         assert unrouted.shape == (3, TINY.num_layers)
-        assert (unrouted[0] == 1 - TINY.num_experts_per_tok / TINY.num_experts).all()
+        assert (unrouted[0] == 1 - top_k / TINY.num_experts).all()
         assert (np.diff(unrouted, axis=0) <= 0).all()
     assert readings["random"].unrouted[2].mean() < 0.3
 
 
+def test_a_text_that_is_too_short_is_refused(tiny: Path) -> None:
+    with pytest.raises(InputError, match="text has 2 tokens, and 1,000 are to be read"):
+        measure_routing(tiny, [1000], device="host", text=" a b")
+
+
 def test_the_table_shows_each_prompt_beside_the_target() -> None:
-    reading = Reading(np.array([[0.4, 0.5], [0.2, 0.1]]), np.zeros(4, np.float32))
+    reading = Reading(np.array([[0.4, 0.5], [0.2, 0.1]]), 3.0, 1.0, np.zeros(4, np.float32))
     table = routing_table({"zipf": reading}, [1046, 3000]).splitlines()
     assert table[2].split() == ["1,046", "42.0%", "45.0%"]
     assert table[3].split() == ["3,000", "15.0%"]
-    assert "layers from 10.0% (layer 1) to 20.0% (layer 0)" in table[4]
+    assert table[4] == "zipf: least unrouted 10.0% (layer 1), most 20.0% (layer 0)"
+    assert table[5] == "  experts in common: 3.0 of neighbours, 1.0 of tokens half a prompt apart"
+    assert table[6] == "  last logits: deviation 0.00, largest probability 0.2500"
 
 
 @pytest.mark.parametrize("vocab_size", [TINY.vocab_size, 20_000])
@@ -334,3 +343,12 @@ def test_the_command_says_in_a_line_what_is_wrong(tmp_path: Path) -> None:
     idle = subprocess.run(command, capture_output=True, text=True)
     assert idle.returncode == 2
     assert "nothing to do" in idle.stderr
+
+
+def test_a_prompt_leaves_the_wanted_share_of_512_experts_unrouted(tmp_path: Path) -> None:
+    spec = replace(with_layers(PRESETS["route"], 2), vocab_size=16_384, ngram=None)
+    path = tmp_path / "route.gguf"
+    write_model(path, spec, plan_tensors(spec, Recipe()), seed=1, threads=1)
+    unrouted = measure_routing(path, [131, 1046], device="host")["zipf"].unrouted.mean(axis=1)
+    assert 0.33 < unrouted[1] < 0.51
+    assert unrouted[0] > unrouted[1] + 0.15

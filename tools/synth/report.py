@@ -15,6 +15,7 @@ from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.forward.layers import Batch, Forward
 from strata_cli.engine.forward.weights import LayerWeights
+from strata_cli.errors import InputError
 from tools.synth.prompts import random_prompt, zipf_prompt
 from tools.synth.routing import UNROUTED_TARGETS
 
@@ -26,10 +27,14 @@ class Reading(NamedTuple):
 
     Attributes:
         unrouted: share of unrouted pairs of each layer, [counts, num_layers].
+        common_near: experts that two tokens in a row have in common, mean over tokens and layers.
+        common_far: the same of tokens half the prompt apart.
         logits: of the last token, [V].
     """
 
     unrouted: NDArray[np.float64]
+    common_near: float
+    common_far: float
     logits: NDArray[np.float32]
 
 
@@ -45,7 +50,10 @@ def measure_routing(
         text: a text to read besides the made-up prompts; its first tokens are used.
 
     Returns:
-        Readings of "random", "zipf" and, with a text that is long enough, "text".
+        Readings of "random", "zipf" and, with a text, "text".
+
+    Raises:
+        InputError: the text is too short, or the lengths exceed the model's context.
     """
     longest = max(counts)
     options = EngineOptions(
@@ -59,9 +67,7 @@ def measure_routing(
             "zipf": zipf_prompt(vocab_size, longest, seed=1),
         }
         if text is not None:
-            ids = engine.tokenizer.encode(text, parse_special=False)
-            if len(ids) >= longest:
-                prompts["text"] = ids[:longest]
+            prompts["text"] = _start(engine.tokenizer.encode(text, parse_special=False), longest)
         return {name: _read(engine, watching, ids, counts) for name, ids in prompts.items()}
 
 
@@ -74,13 +80,7 @@ def routing_table(readings: Mapping[str, Reading], counts: Sequence[int]) -> str
         cells = ["" if target is None else f"{target:.1%}"]
         cells += [f"{reading.unrouted[row].mean():.1%}" for reading in readings.values()]
         lines.append(f"{count:>8,}" + "".join(f"{cell:>9}" for cell in cells))
-    for name, (unrouted, logits) in readings.items():
-        last = unrouted[-1]
-        lines.append(
-            f"{name}: layers from {last.min():.1%} (layer {last.argmin()}) to {last.max():.1%} "
-            f"(layer {last.argmax()}) at {counts[-1]:,} tokens; last logits: deviation "
-            f"{logits.std():.2f}, largest probability {_largest_probability(logits):.4f}"
-        )
+    lines += [line for name, reading in readings.items() for line in _details(name, reading)]
     return "\n".join(lines)
 
 
@@ -114,6 +114,15 @@ def _watch(engine: Engine) -> _WatchingForward:
     return watching
 
 
+def _start(ids: list[int], count: int) -> list[int]:
+    if len(ids) < count:
+        raise InputError(
+            f"the text has {len(ids):,} tokens, and {count:,} are to be read",
+            hint="take a longer text, or shorter lengths for --report-routing",
+        )
+    return ids[:count]
+
+
 def _read(
     engine: Engine, watching: _WatchingForward, ids: list[int], counts: Sequence[int]
 ) -> Reading:
@@ -125,7 +134,29 @@ def _read(
     shares = [
         [1 - len(np.unique(routed[:count])) / num_experts for routed in layers] for count in counts
     ]
-    return Reading(np.array(shares), logits)
+    near = np.mean([_common(routed, 1) for routed in layers])
+    far = np.mean([_common(routed, max(1, len(ids) // 2)) for routed in layers])
+    return Reading(np.array(shares), float(near), float(far), logits)
+
+
+def _common(routed: NDArray[np.int32], distance: int) -> float:
+    """Experts that tokens so far apart have in common, mean; 0 where there are no two."""
+    earlier, later = routed[:-distance], routed[distance:]
+    is_same = earlier[:, :, None] == later[:, None, :]
+    return float(is_same.sum() / max(len(earlier), 1))
+
+
+def _details(name: str, reading: Reading) -> list[str]:
+    """Whether any layer stands out, routing follows the tokens and logits are of use."""
+    last, logits = reading.unrouted[-1], reading.logits
+    return [
+        f"{name}: least unrouted {last.min():.1%} (layer {last.argmin()}), "
+        f"most {last.max():.1%} (layer {last.argmax()})",
+        f"  experts in common: {reading.common_near:.1f} of neighbours, {reading.common_far:.1f} "
+        f"of tokens half a prompt apart",
+        f"  last logits: deviation {logits.std():.2f}, "
+        f"largest probability {_largest_probability(logits):.4f}",
+    ]
 
 
 def _largest_probability(logits: NDArray[np.float32]) -> float:
