@@ -14,6 +14,8 @@ import orjson
 import pytest
 
 from strata_cli.commands.main import run, strata
+from strata_cli.engine import reading
+from strata_cli.engine.decode import sampling
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.errors import StrataError
 from tests.model.tiny_model import write_tiny_model
@@ -140,6 +142,26 @@ def test_generation_is_greedy_and_repeatable(capsys: pytest.CaptureFixture[str])
     assert len(first["generated_ids"]) == 12
     assert run(strata, ["read", *args]) == 0
     assert capsys.readouterr().out == first["text"] + "\n"
+
+
+def test_each_token_of_text_is_flushed_when_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Reader(io.BytesIO):
+        def write(self, data: Any) -> int:
+            told.append(bytes(data).decode())
+            return super().write(data)
+
+    known: list[int] = []  # texts told when a token was chosen
+
+    def choose(*args: Any, **kwargs: Any) -> int:
+        known.append(len(told))
+        return sampling.choose(*args, **kwargs)
+
+    monkeypatch.setattr(reading, "choose", choose)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(Reader()), "utf-8"))
+    assert run(strata, ["read", "In the beginning", "--raw", "--max-tokens", "6"]) == 0
+    assert known == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_seed_fixes_sampled_text(capsys: pytest.CaptureFixture[str]) -> None:
