@@ -46,11 +46,18 @@ from strata_cli.engine.kernels.products import (
     Tile,
     Unit,
     alignment,
+    decode_plan,
     dense_matrix,
     grouped_many_plan,
     many_plan,
 )
-from strata_cli.engine.kernels.prompt_plan import Gpu, Shape, grouped_prompt_plan, prompt_plan
+from strata_cli.engine.kernels.prompt_plan import (
+    Gpu,
+    Shape,
+    grouped_prompt_plan,
+    prompt_plan,
+    split_plan,
+)
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
 from strata_cli.errors import StrataError
@@ -206,8 +213,10 @@ def launch_plan(bench: Bench, plan: Plan, *args: Any) -> None:
 def check(bench: Bench, types: Sequence[QuantType]) -> bool:
     """Now against few rows: dense, and grouped with five experts that are the same matrix."""
     start = bench.tensor(np.array([0, 1, 1, 9, 80, 200], np.int32))
-    all_right = True
+    all_right = check_split(bench) if Q.F32 in types else True
     for qtype in types:
+        if qtype is Q.F32:
+            continue
         cols, rows = CHECK_SHAPES[BLOCK[qtype].weights > 64]
         weight = Weight(bench.tensor(packed_rows(qtype, rows, cols, 3)), qtype, rows, cols)
         x = bench.random.standard_normal((300, cols)).astype(np.float32)
@@ -230,6 +239,39 @@ def check(bench: Bench, types: Sequence[QuantType]) -> bool:
         bench.record(kind="check", case=qtype.name, dense=dense, grouped=grouped)
         all_right = all_right and dense and grouped
     return all_right
+
+
+def check_split(bench: Bench) -> bool:
+    """Float32 weights: the router, and the other cuts of a row."""
+    all_right = True
+    for cols, rows in ((2560, 512), (160, 70), (320, 33), (100, 64)):
+        weight = Weight(bench.tensor(packed_rows(Q.F32, rows, cols, 3)), Q.F32, rows, cols)
+        x = bench.random.standard_normal((300, cols)).astype(np.float32)
+        few = dense_result(bench, x, weight, False)
+        out = empty(bench.device, (300, rows))
+        bench.stream.fill(out, 0xFF)
+        plan = split_plan(dense_matrix(Q.F32, rows, cols, weight.data.address), 300)
+        launch_plan(bench, plan, bench.tensor(x), weight.data, out, 0, 300, rows, cols)
+        same = np.array_equal(download(bench.device, bench.stream, out), few)
+        bench.record(kind="check", case=f"F32 K{cols} N{rows}", dense=same)
+        all_right = all_right and same
+    return all_right
+
+
+def router(bench: Bench, limit: float) -> None:
+    """The router of a prompt, by the few-row function and by that of split float32."""
+    tokens, cols, rows = 4096, 2560, 512
+    weight = weights_of(bench, Q.F32, rows, cols, 1)[0]
+    x, out = bench.normal(tokens, cols), empty(bench.device, (tokens, rows))
+    matrix = dense_matrix(Q.F32, rows, cols, weight.data.address)
+    passes = tokens // 8
+    planners: list[tuple[str, Planner]] = [
+        ("before", lambda gpu: decode_plan(matrix, tokens, passes, gpu.shared_bytes)),
+        ("now", lambda _: split_plan(matrix, tokens)),
+    ]
+    args = (x, weight.data, out, int(Q.F32), tokens, rows, cols)
+    name, flops = f"F32 T{tokens} K{cols} N{rows}", 2.0 * tokens * cols * rows
+    report(bench, "router", list(same_cases(bench, name, planners, args, out, flops)), limit)
 
 
 def dense(bench: Bench, types: Sequence[QuantType], limit: float) -> None:
@@ -272,6 +314,8 @@ def prepare(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> N
     started = time.perf_counter()
     planners: list[Planner] = []
     for qtype in types:
+        if qtype is Q.F32:
+            continue
         if "check" in parts:
             cols, rows = CHECK_SHAPES[BLOCK[qtype].weights > 64]
             planners.append(partial(prompt_plan, dense_matrix(qtype, rows, cols, 0), 300))
@@ -298,6 +342,8 @@ def run(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> bool:
     if not {"dense", "grouped"} & set(parts):
         return right
     limit = torch_rate(bench, ((8192, 8192, 8192), *PROMPTS))
+    router(bench, limit)
+    types = [qtype for qtype in types if qtype is not Q.F32]
     if "dense" in parts:
         dense(bench, types, limit)
     if "grouped" in parts:

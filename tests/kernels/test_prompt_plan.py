@@ -12,8 +12,10 @@ from strata_cli.engine.kernels.prompt_plan import (
     Shape,
     grouped_prompt_plan,
     has_prompt_plan,
+    has_split_plan,
     prompt_plan,
     prompt_shared_bytes,
+    split_plan,
 )
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
 from strata_cli.errors import ConfigError, DeviceError
@@ -96,6 +98,18 @@ def test_a_shape_that_does_not_fit_is_named() -> None:
         prompt_plan(short, 4096, GPUS["hopper"], (Shape(4, 2, 3, 2),))
 
 
+def test_float32_rows_in_pieces_of_16_bytes_have_a_function_of_their_own() -> None:
+    router, gpu = matrix_of(QuantType.F32, 512, 2560), GPUS["ampere"]
+    assert has_split_plan(router, 1 << 20, gpu)
+    assert not has_split_plan(router, (1 << 20) + 4, gpu)
+    assert not has_split_plan(router, 1 << 20, Gpu(64 << 10, 40))
+    assert not has_split_plan(matrix_of(QuantType.F32, 4, 2560), 1 << 20, gpu)
+    assert not has_split_plan(matrix_of(QuantType.F32, 512, 2562), 1 << 20, gpu)
+    plan = split_plan(router, 4095)
+    assert plan.grid == (64, 8, 1)
+    assert plan.shared_bytes <= gpu.shared_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_products_compile_for_every_architecture(architecture: str) -> None:
@@ -104,6 +118,7 @@ def test_products_compile_for_every_architecture(architecture: str) -> None:
     except ConfigError as error:
         pytest.skip(error.message)
     units = (
+        split_plan(matrix_of(QuantType.F32, 512, 2560), 4096).unit,
         prompt_plan(matrix_of(QuantType.BF16, 640, 104), 4096, GPUS["ampere"]).unit,
         grouped_prompt_plan(expert_of(QuantType.IQ3_XXS, 640, 2560), 999, 9, GPUS["ampere"]).unit,
     )

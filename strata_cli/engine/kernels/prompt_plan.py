@@ -1,6 +1,7 @@
 """How a GPU runs the many-row products: the shape of its tiles, and how many blocks make them.
 
-Nothing here decides bits. The layout of shared memory is stated in matmul_prompt.cu.
+Nothing here decides bits. The layouts of shared memory are stated in matmul_prompt.cu and
+matmul_split.cu.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from strata_cli.engine.kernels.products import (
     WARP,
     Matrix,
     Plan,
+    Unit,
+    alignment,
     code_book,
     slice_cols,
     unit_of,
 )
 from strata_cli.engine.kernels.shapes import blocks
-from strata_cli.engine.model.quants import BLOCK
+from strata_cli.engine.model.quants import BLOCK, QuantType
 from strata_cli.errors import DeviceError
 
 WARP_ROWS = 32
@@ -30,6 +33,10 @@ TILE_BYTES = 24
 SLOT_PADDING = 16
 BLOCK_SHARED_BYTES = 1 << 10  # that a multiprocessor keeps for each block
 WARPS_PER_MULTIPROCESSOR = 8  # by the function's registers
+SPLIT_ROWS = 64  # weight rows, and activation rows, of a block of the float32 function
+SPLIT_STAGES = 3
+SPLIT_ROW_BYTES = 256  # of a row in a stage
+SPLIT_SHARED_BYTES = SPLIT_STAGES * 2 * SPLIT_ROWS * SPLIT_ROW_BYTES
 
 
 class Gpu(NamedTuple):
@@ -187,3 +194,26 @@ def grouped_prompt_plan(
     tiles = pairs // choice.shape.tokens + min(pairs, experts)
     row_tiles = blocks(matrix.rows, choice.shape.rows)
     return _plan("grouped_prompt", matrix, choice, tiles * row_tiles, gpu, experts)
+
+
+def has_split_plan(matrix: Matrix, x_address: int, gpu: Gpu) -> bool:
+    """Whether the float32 function takes it: pieces of 16 bytes, and enough rows to share x."""
+    return (
+        matrix.qtype is QuantType.F32
+        and matrix.cols % 4 == 0
+        and matrix.align == alignment(x_address) == 16
+        and matrix.rows >= SPLIT_ROWS // 2
+        and gpu.shared_bytes >= SPLIT_SHARED_BYTES
+    )
+
+
+@lru_cache(maxsize=4096)
+def split_plan(matrix: Matrix, tokens: int) -> Plan:
+    """The function of float32 weights with many activation rows."""
+    return Plan(
+        unit=Unit("matmul_split.cu", f"matmul_split<{matrix.lane}, 2, 2>", ()),
+        grid=(blocks(tokens, SPLIT_ROWS), blocks(matrix.rows, SPLIT_ROWS), 1),
+        block=(4 * WARP, 1, 1),
+        shared_bytes=SPLIT_SHARED_BYTES,
+        extents=(slice_cols(matrix.qtype, matrix.cols),),
+    )
