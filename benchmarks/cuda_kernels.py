@@ -462,18 +462,18 @@ def cases() -> Iterator[tuple[str, Callable[[Bench], None]]]:
 
 
 def delta_variants(bench: Bench) -> None:
-    """Block shapes of the delta rule: (warps, columns per lane)."""
-    chosen = gdn._delta_rule_shape
+    """Block shapes of the delta rule."""
+    chosen = gdn._DeltaRuleShape.of
     try:
         for tokens in (1, 2048):
-            for warps, columns in ((4, 1), (8, 1), (2, 1), (2, 2), (1, 4), (2, 4)):
-                shape = gdn._DeltaRuleShape(16, warps, columns)
-                gdn._delta_rule_shape = lambda *_, shape=shape: shape
-                name = f"delta_rule {warps} warps, {columns} columns a lane"
+            for warps in (2, 4, 8):
+                shape = gdn._DeltaRuleShape(8, warps, tokens > 1)
+                gdn._DeltaRuleShape.of = lambda *_, shape=shape: shape
+                name = f"delta_rule {warps} warps"
                 bench.measure_each(name, tokens, delta_bytes(tokens), delta_calls(bench, tokens))
                 bench.free()
     finally:
-        gdn._delta_rule_shape = chosen
+        gdn._DeltaRuleShape.of = chosen
 
 
 def attention_variants(bench: Bench) -> None:

@@ -46,25 +46,18 @@ __global__ void causal_conv_silu(const float *u, float *history, const float *we
     }
 }
 
-constexpr int STEPS = 16;            // tokens staged in shared memory at a time
-constexpr int SLICES = 8;            // lanes that share a column of the state
-constexpr int GROUPS = 32 / SLICES;  // groups of such lanes in a warp
-
-// Sum over the lanes of a column: slice s with s + half.
-__device__ inline float fold_slices(float v) {
-#pragma unroll
-    for (int half = SLICES / 2; half; half /= 2) v += __shfl_xor_sync(ALL_LANES, v, half * GROUPS);
-    return v;
-}
+constexpr int STEPS = 16;   // tokens staged in shared memory at a time
+constexpr int SLICES = 16;  // lanes that share the columns of a group
+constexpr int COLUMNS = 2;  // of the state, per lane
+constexpr int WARP_COLUMNS = 32 / SLICES * COLUMNS;
 
 // What a block knows of STEPS tokens, for one head and its own columns.
-template <int ROWS, int WIDTH>
+template <int DIM, int WIDTH>
 struct Batch {
-    static constexpr int DIM = ROWS * SLICES;
     float q[STEPS][DIM];
     float k[STEPS][DIM];
     float v[STEPS][WIDTH];
-    float4 rates[STEPS];  // decay, write rate, q . k
+    float decay[STEPS], rate[STEPS];
 };
 
 // The block's place in the work, and the rows of c that it reads.
@@ -74,67 +67,135 @@ struct Head {
     int dim, num_columns;    // valid elements of q and k, and of v
     bool wide;
 
-    // Start copying tokens first .. first + count; zeros behind dim were put there before.
-    template <int ROWS, int WIDTH>
-    __device__ void stage(Batch<ROWS, WIDTH> &to, long long first, int count) const {
-        const int step = wide ? 4 : 1, per_token = 2 * dim + num_columns;
-        for (int at = step * threadIdx.x; at < count * per_token; at += step * blockDim.x) {
-            const int t = at / per_token, i = at % per_token;
-            const long long offset = (first + t) * stride;
-            float *target = i < dim       ? &to.q[t][i]
-                            : i < 2 * dim ? &to.k[t][i - dim]
-                                          : &to.v[t][i - 2 * dim];
-            const float *source = i < dim       ? q + offset + i
-                                  : i < 2 * dim ? k + offset + i - dim
-                                                : v + offset + i - 2 * dim;
+    // Start copying n elements of rows first .. first + count, 4 at a time.
+    template <int WIDTH>
+    __device__ void stage(float (*to)[WIDTH], const float *row, int n, long long first,
+                          int count) const {
+        constexpr int CHUNKS = WIDTH / 4;
+        const int i = threadIdx.x % CHUNKS * 4, step = blockDim.x / CHUNKS;
+        const float *source = row + (first + threadIdx.x / CHUNKS) * stride + i;
+        for (int t = threadIdx.x / CHUNKS; t < count; t += step, source += step * stride) {
             if (wide) {
-                copy_async(target, source);
+                if (i < n) copy_async(&to[t][i], source);
             } else {
-                *target = *source;
+                for (int e = 0; e < 4; e++)
+                    if (i + e < n) to[t][i + e] = source[e];
             }
         }
+    }
+
+    // Start copying tokens first .. first + count; zeros behind dim were put there before.
+    template <int DIM, int WIDTH>
+    __device__ void stage(Batch<DIM, WIDTH> &to, long long first, int count) const {
+        stage(to.q, q, dim, first, count);
+        stage(to.k, k, dim, first, count);
+        stage(to.v, v, num_columns, first, count);
         commit_copies();
     }
 };
 
-// l2-normalise q and k of one token (16 lanes), q also by 1 / sqrt(dim); returns their product.
-template <int DIM>
-__device__ inline float normalise(float *q, float *k, int dim, float eps) {
-    const float q_squares = sum_squares16(q, DIM), k_squares = sum_squares16(k, DIM);
+// l2-normalise q and k of one token (16 lanes), q also by 1 / sqrt(dim).
+__device__ inline void normalise(float *q, float *k, long long dim, float eps) {
+    const float q_squares = sum_squares16(q, dim), k_squares = sum_squares16(k, dim);
     const float q_scale = 1.0f / sqrtf(q_squares + eps) / sqrtf(static_cast<float>(dim));
     const float k_scale = 1.0f / sqrtf(k_squares + eps);
-    float product = 0.0f;
-#pragma unroll
-    for (int i = lane16(); i < DIM; i += 16) {
+#pragma unroll 8
+    for (long long i = lane16(); i < dim; i += 16) {
         q[i] = q[i] * q_scale;
         k[i] = k[i] * k_scale;
-        product = fmaf(q[i], k[i], product);
     }
-    return fold16(product);
 }
 
+__device__ inline float decay_of(float alpha, float a, float dt) {
+    return exp32(a * softplus32(alpha + dt));
+}
+
+// prepare_delta_rule: what delta_rule<..., true> takes: q and k normalised, decay and write rate
+//   c [T,2kd+vd] f32 (q and k heads in place), alpha (becomes the decay), beta (the rate) [T,nv]
+//   f32, a, dt [nv] f32 grid (T * nk / 8), 16 lanes per token and key head; moves 16 * T*kd bytes
+extern "C" __global__ void prepare_delta_rule(float *c, float *alpha, float *beta, const float *a,
+                                              const float *dt, float eps, long long num_tokens,
+                                              long long num_keys, long long num_values,
+                                              long long dim) {
+    start_early();
+    const long long own = blockIdx.x * (blockDim.x / 16) + threadIdx.x / 16;
+    const bool is_row = own < num_tokens * num_keys;
+    const long long token = is_row ? own / num_keys : 0, head = is_row ? own % num_keys : 0;
+    float *q = c + (token * (2 * num_keys + num_values) + head) * dim;
+    normalise(q, q + num_keys * dim, is_row ? dim : 0, eps);
+    if (!is_row) return;
+    for (long long h = head + lane16() * num_keys; h < num_values; h += 16 * num_keys) {
+        const long long at = token * num_values + h;
+        alpha[at] = decay_of(alpha[at], a[h], dt[h]);
+        beta[at] = sigmoid32(beta[at]);
+    }
+}
+
+// Lanes l and l + HALF exchange values: the lower one gets the sum of both first values, the upper
+// that of the second.
+template <int HALF>
+__device__ inline float exchange(float first, float second) {
+    const bool upper = threadIdx.x & HALF;
+    return (upper ? second : first) + __shfl_xor_sync(ALL_LANES, upper ? first : second, HALF);
+}
+
+// Sums over the 16 lanes of a group: lane l gets the first (l & 4 ? answered : recalled) of column
+// l / 8.
+__device__ inline float fold_each(const float (&recalled)[COLUMNS],
+                                  const float (&answered)[COLUMNS]) {
+    const float of_k = exchange<8>(recalled[0], recalled[1]);
+    const float of_q = exchange<8>(answered[0], answered[1]);
+    float v = exchange<4>(of_k, of_q);
+    v += __shfl_xor_sync(ALL_LANES, v, 2);
+    return v + __shfl_xor_sync(ALL_LANES, v, 1);
+}
+
+// A lane's keys of a row: 4 (or 2) at a time, 16 lanes side by side.
+template <int KEYS>
+struct Slice {
+    static constexpr int AT_ONCE = KEYS < 4 ? KEYS : 4;
+    float of[KEYS];
+
+    __device__ static int key(int i) {
+        return (i / AT_ONCE * 16 + lane16()) * AT_ONCE + i % AT_ONCE;
+    }
+    __device__ void load(const float *row) {
+#pragma unroll
+        for (int i = 0; i < KEYS; i += AT_ONCE) {
+            if (AT_ONCE == 4) {
+                const float4 v = load4(row + key(i));
+                of[i] = v.x, of[i + 1] = v.y, of[i + 2] = v.z, of[i + 3] = v.w;
+            } else {
+                const float2 v = *reinterpret_cast<const float2 *>(row + key(i));
+                of[i] = v.x, of[i + 1] = v.y;
+            }
+        }
+    }
+};
+
 // delta_rule: one token after the other, per value head with state S [N keys, N values]:
-//   recalled = S'k; change = rate * (v - decay * recalled); out = decay * S'q + (q . k) * change;
-//   S = decay * S + k change'; decay = exp(a softplus(alpha + dt)), rate = sigmoid(beta)
+//   recalled = S'k; change = rate * (v - decay * recalled); S = decay * S + k change'; out = S'q;
+//   decay = exp(a softplus(alpha + dt)), rate = sigmoid(beta)
 //   c [T,2kd+vd] f32 (q heads, k heads, v heads, not normalised), alpha, beta [T,nv] f32, a, dt
-//   [nv] f32, state [nv,N,N] f32 in place, out [T,nv*N] f32
-//   grid (N / (columns of a block), nv); a column of S is shared by 8 lanes, lane s holding the
-//   keys 32 i + 4 s + e in registers; each lane holds COLUMNS columns, N <= 8 * ROWS; block WARPS
-//   order: a lane sums its keys in ascending order by fused multiply-add, then the 8 lanes fold
-//   8 -> 4 -> 2 -> 1, lane s with s + half. WARPS, COLUMNS and the grid change no bit.
-//   limit: 4 float operations per element of S and token, N*N*nv*4 / (128 lanes * SMs) cycles;
-//   for one token, the state read and written: 8 * N*N*nv bytes
-template <int ROWS, int WARPS, int COLUMNS>
+//   [nv] f32, state [nv,N,N] f32 in place, out [T,nv*N] f32; PREPARED: prepare_delta_rule was here
+//   grid (N / (4 * WARPS), nv), block 32 * WARPS, shared 2 batches; 16 lanes share two columns of
+//   S, lane s holding the keys 64 i + 4 s + e in registers, N <= 16 * KEYS. S'q of a token is taken
+//   together with S'k of the next.
+//   order: a lane sums its keys in ascending order by fused multiply-add, then the 16 lanes fold
+//   16 -> 8 -> 4 -> 2 -> 1, lane s with s + half. WARPS, PREPARED and the grid change no bit.
+//   limit: 4 float operations per element of S and token, N*N*nv*4 / (128 lanes * SMs) cycles; the
+//   keys and queries from shared memory take as long. For one token, the state read and written:
+//   8 * N*N*nv bytes
+template <int KEYS, int WARPS, bool PREPARED>
 __global__ void delta_rule(const float *c, const float *alpha, const float *beta, const float *a,
                            const float *dt, float *state, float *out, float eps,
                            long long num_tokens, long long num_keys, long long num_values,
                            long long dim) {
     start_early();
-    constexpr int WIDTH = WARPS * GROUPS * COLUMNS, DIM = ROWS * SLICES;
+    constexpr int WIDTH = WARPS * WARP_COLUMNS, DIM = KEYS * SLICES;
     extern __shared__ __align__(16) unsigned char shared[];
-    Batch<ROWS, WIDTH> *batches = reinterpret_cast<Batch<ROWS, WIDTH> *>(shared);
-    const int lane = threadIdx.x & 31, slice = lane / GROUPS;
-    const int column = threadIdx.x / 32 * GROUPS * COLUMNS + lane % GROUPS * COLUMNS;
+    Batch<DIM, WIDTH> *batches = reinterpret_cast<Batch<DIM, WIDTH> *>(shared);
+    const int column = threadIdx.x / SLICES * COLUMNS;  // of the block's
     const long long head = blockIdx.y, first_column = blockIdx.x * WIDTH;
     const int valid = static_cast<int>(min(dim - first_column - column, (long long)COLUMNS));
     Head rows;
@@ -145,90 +206,106 @@ __global__ void delta_rule(const float *c, const float *alpha, const float *beta
     rows.dim = static_cast<int>(dim);
     rows.num_columns = static_cast<int>(min(dim - first_column, (long long)WIDTH));
     rows.wide = is_wide(dim, c);
-    for (int i = threadIdx.x; i < 2 * sizeof(Batch<ROWS, WIDTH>) / 4; i += blockDim.x)
-        reinterpret_cast<float *>(shared)[i] = 0.0f;
-    __syncthreads();
+    if (dim < DIM || rows.num_columns < WIDTH) {
+        for (int i = threadIdx.x; i < 2 * sizeof(Batch<DIM, WIDTH>) / 4; i += blockDim.x)
+            reinterpret_cast<float *>(shared)[i] = 0.0f;
+        __syncthreads();
+    }
     rows.stage(batches[0], 0, static_cast<int>(min(num_tokens, (long long)STEPS)));
 
-    float s[ROWS][COLUMNS];
+    float s[KEYS][COLUMNS];
     state += head * dim * dim + first_column + column;
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        const int key = i / 4 * 32 + slice * 4 + i % 4;
+    for (int i = 0; i < KEYS; i++) {
+        const int key = Slice<KEYS>::key(i);
+        if (COLUMNS == 2 && rows.wide && is_wide(4, state - column % 4)) {
+            const float2 v = key < dim && valid > 0
+                                 ? *reinterpret_cast<const float2 *>(state + key * dim)
+                                 : make_float2(0.0f, 0.0f);
+            s[i][0] = v.x, s[i][1] = v.y;
+        } else {
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
-            s[i][j] = key < dim && j < valid ? state[key * dim + j] : 0.0f;
+            for (int j = 0; j < COLUMNS; j++)
+                s[i][j] = key < dim && j < valid ? state[key * dim + j] : 0.0f;
+        }
     }
 
-    // The rates of a batch are computed by its first threads, one token each, a batch ahead.
+    // The rates of a batch are loaded by its first threads, one token each, a batch ahead.
     const float own_a = a[head], own_dt = dt[head];
     float next_alpha = 0.0f, next_beta = 0.0f;
-    if (threadIdx.x < STEPS && threadIdx.x < num_tokens) {
-        next_alpha = alpha[threadIdx.x * num_values + head];
-        next_beta = beta[threadIdx.x * num_values + head];
-    }
-    out += head * dim + first_column + column;
+    const auto load_rates = [&](long long token) {
+        if (threadIdx.x >= STEPS || token >= num_tokens) return;
+        next_alpha = alpha[token * num_values + head];
+        next_beta = beta[token * num_values + head];
+    };
+    load_rates(threadIdx.x);
+
+    // Lane l of 16 keeps the books of column l / 8 of its two: the answer's where l & 4.
+    const int own_column = lane16() / 8;
+    const bool writes = (lane16() & 7) == 4 && own_column < valid;
+    const long long out_stride = num_values * dim;
+    float *answer = out + head * dim + first_column + column + own_column - out_stride;
+    Slice<KEYS> q = {};
     int current = 0;
     for (long long first = 0; first < num_tokens; first += STEPS, current ^= 1) {
         const int count = static_cast<int>(min(num_tokens - first, (long long)STEPS));
-        Batch<ROWS, WIDTH> &batch = batches[current];
+        Batch<DIM, WIDTH> &batch = batches[current];
+        if (threadIdx.x < STEPS) {
+            batch.decay[threadIdx.x] = PREPARED ? next_alpha : decay_of(next_alpha, own_a, own_dt);
+            batch.rate[threadIdx.x] = PREPARED ? next_beta : sigmoid32(next_beta);
+        }
         wait_copies<0>();
         __syncthreads();
         const long long next = first + STEPS;
         if (next < num_tokens)
             rows.stage(batches[current ^ 1], next,
                        static_cast<int>(min(num_tokens - next, (long long)STEPS)));
-        if (threadIdx.x < STEPS) {
-            batch.rates[threadIdx.x].x = exp32(own_a * softplus32(next_alpha + own_dt));
-            batch.rates[threadIdx.x].y = sigmoid32(next_beta);
-            if (next + threadIdx.x < num_tokens) {
-                next_alpha = alpha[(next + threadIdx.x) * num_values + head];
-                next_beta = beta[(next + threadIdx.x) * num_values + head];
-            }
+        load_rates(next + threadIdx.x);
+        if (!PREPARED) {
+            for (int t = threadIdx.x / 16; t < STEPS; t += 2 * WARPS)
+                normalise(batch.q[t], batch.k[t], t < count ? dim : 0, eps);
+            __syncthreads();
         }
-#pragma unroll
-        for (int t = threadIdx.x / 16; t < STEPS; t += 2 * WARPS) {
-            const float product = normalise<DIM>(batch.q[t], batch.k[t], rows.dim, eps);
-            if (lane16() == 0) batch.rates[t].z = product;
-        }
-        __syncthreads();
 #pragma unroll 2
         for (int t = 0; t < count; t++) {
-            float k[ROWS], recalled[COLUMNS] = {}, answered[COLUMNS] = {};
+            Slice<KEYS> k;
+            k.load(batch.k[t]);
+            float recalled[COLUMNS] = {}, answered[COLUMNS] = {};
 #pragma unroll
-            for (int i = 0; i < ROWS; i += 4) {
-                const int key = i / 4 * 32 + slice * 4;
-                const float4 k4 = load4(&batch.k[t][key]), q4 = load4(&batch.q[t][key]);
-                const float q[4] = {q4.x, q4.y, q4.z, q4.w};
-                k[i] = k4.x, k[i + 1] = k4.y, k[i + 2] = k4.z, k[i + 3] = k4.w;
+            for (int i = 0; i < KEYS; i++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-#pragma unroll
-                    for (int j = 0; j < COLUMNS; j++) {
-                        recalled[j] = fmaf(s[i + e][j], k[i + e], recalled[j]);
-                        answered[j] = fmaf(s[i + e][j], q[e], answered[j]);
-                    }
+                for (int j = 0; j < COLUMNS; j++) {
+                    recalled[j] = fmaf(s[i][j], k.of[i], recalled[j]);
+                    answered[j] = fmaf(s[i][j], q.of[i], answered[j]);
                 }
-            }
-            const float4 rate = batch.rates[t];
+            q.load(batch.q[t]);
+            const float decay = batch.decay[t], folded = fold_each(recalled, answered);
+            const float own_change =
+                batch.rate[t] * (batch.v[t][column + own_column] - decay * folded);
+            if (writes && first + t > 0) *answer = folded;
+            answer += out_stride;
+            float change[COLUMNS];
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j++) {
-                const float decay = rate.x, known = fold_slices(recalled[j]);
-                const float change = rate.y * (batch.v[t][column + j] - decay * known);
-                answered[j] = fmaf(rate.z, change, decay * fold_slices(answered[j]));
+            for (int j = 0; j < COLUMNS; j++)
+                change[j] = __shfl_sync(ALL_LANES, own_change, 8 * j, SLICES);
 #pragma unroll
-                for (int i = 0; i < ROWS; i++) s[i][j] = fmaf(k[i], change, decay * s[i][j]);
-            }
-            if (slice == 0) {
+            for (int i = 0; i < KEYS; i++)
 #pragma unroll
                 for (int j = 0; j < COLUMNS; j++)
-                    if (j < valid) out[(first + t) * num_values * dim + j] = answered[j];
-            }
+                    s[i][j] = fmaf(k.of[i], change[j], decay * s[i][j]);
         }
     }
+    const float none[COLUMNS] = {};
+    float answered[COLUMNS] = {};
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        const int key = i / 4 * 32 + slice * 4 + i % 4;
+    for (int i = 0; i < KEYS; i++)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++) answered[j] = fmaf(s[i][j], q.of[i], answered[j]);
+    const float folded = fold_each(none, answered);
+    if (writes) *answer = folded;
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) {
+        const int key = Slice<KEYS>::key(i);
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
             if (key < dim && j < valid) state[key * dim + j] = s[i][j];

@@ -8,7 +8,7 @@ value head h uses key head h % nk. kd = nk * dim, vd = nv * dim. The state of a 
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,8 @@ F32 = np.float32
 SOURCE = "gdn.cu"
 THREADS = 128  # per block on a GPU
 RUN_TOKENS = 32  # convolved by one of a GPU's threads, one after the other
-GROUPS = 4  # groups of lanes in a GPU's warp; a group holds the same columns of the state
+SLICES = 16  # lanes of a GPU that share columns of the state
+WARP_COLUMNS = 4  # of the state
 STEPS = 16  # tokens that a GPU's block stages at a time
 _CHANNELS_AT_LEAST = 64  # for a thread's piece of a convolution
 
@@ -97,9 +98,9 @@ def delta_rule(
 
     Args:
         stream: enqueues here.
-        c: q heads, k heads, v heads after the convolution, float32 [T, 2 kd + vd].
-        alpha: float32 [T, nv].
-        beta: float32 [T, nv], before the sigmoid.
+        c: q heads, k heads, v heads after the convolution, float32 [T, 2 kd + vd]; used up.
+        alpha: float32 [T, nv]; used up.
+        beta: float32 [T, nv], before the sigmoid; used up.
         a: minus the decay rate, float32 [nv].
         dt: float32 [nv].
         state: float32 [nv, dim, dim], zeros at a sequence's start, in place.
@@ -120,7 +121,16 @@ def delta_rule(
     expect("delta_rule a", a, (num_values,))
     expect("delta_rule dt", dt, (num_values,))
     expect("delta_rule out", out, (num_tokens, num_values * dim))
-    shape = _delta_rule_shape(num_tokens, dim)
+    shape = _DeltaRuleShape.of(num_tokens, dim)
+    if shape.is_prepared and stream.shared_bytes:
+        prepare = Launch(
+            items=1,
+            grid=(blocks(num_tokens * num_key_heads, THREADS // 16), 1, 1),
+            block=(THREADS, 1, 1),
+            extents=(num_tokens, num_key_heads, num_values, dim),
+            early=True,
+        )
+        stream.launch(PREPARE_DELTA_RULE, prepare, c, alpha, beta, a, dt, eps)
     launch = Launch(
         items=num_values,
         grain=grain(num_tokens * dim * dim),
@@ -169,29 +179,35 @@ def gated_norm(
 
 
 class _DeltaRuleShape(NamedTuple):
-    """How a GPU's block holds the state: keys per lane, warps, columns per lane. Changes no bit."""
+    """How a GPU's block holds the state: keys per lane, warps. Changes no bit.
+
+    Many tokens: a launch ahead normalises keys and queries, which many blocks need.
+    """
 
     keys: int
     warps: int
-    columns: int
+    is_prepared: bool
+
+    @classmethod
+    def of(cls, num_tokens: int, dim: int) -> _DeltaRuleShape:
+        """For T tokens of heads dim wide.
+
+        Raises:
+            ShapeError: they are too wide.
+        """
+        keys = next((keys for keys in (2, 4, 8, 16) if dim <= SLICES * keys), None)
+        if keys is None:
+            raise ShapeError(f"delta_rule: heads of {dim} are wider than 256")
+        return cls(keys, 4, num_tokens >= STEPS)
 
     @property
     def block_columns(self) -> int:
-        return self.warps * GROUPS * self.columns
+        return self.warps * WARP_COLUMNS
 
     @property
     def shared_bytes(self) -> int:
-        """Two batches of STEPS tokens: q, k, the block's part of v, and four rates."""
-        padded_dim = self.keys * 32 // GROUPS
-        return 2 * STEPS * 4 * (2 * padded_dim + self.block_columns + 4)
-
-
-def _delta_rule_shape(num_tokens: int, dim: int) -> _DeltaRuleShape:
-    """Few tokens: wide reads of the state. Many: narrow blocks, which fill the GPU evenly."""
-    keys = next((keys for keys in (4, 8, 16, 32) if dim * GROUPS <= 32 * keys), None)
-    if keys is None:
-        raise ShapeError(f"delta_rule: heads of {dim} are wider than 256")
-    return _DeltaRuleShape(keys, 2, 4) if num_tokens < STEPS else _DeltaRuleShape(keys, 4, 1)
+        """Two batches of STEPS tokens: q, k, the block's part of v, and two rates."""
+        return 2 * STEPS * 4 * (2 * self.keys * SLICES + self.block_columns + 2)
 
 
 @nogil_jit
@@ -251,6 +267,10 @@ def _delta_rule(
             out_at = (token * num_heads + head) * dim
             clear_row(out, out_at, dim)
             add_weighted_rows(out, out_at, q, 0, state, matrix, dim, dim, dim)
+
+
+def _nothing_to_prepare(begin: int, end: int, *_arguments: Any) -> None:
+    """The host normalises keys and queries where it uses them."""
 
 
 @nogil_jit
@@ -322,10 +342,11 @@ def _causal_conv_silu_kernel(num_taps: int) -> Kernel:
 
 @cache
 def _delta_rule_kernel(shape: _DeltaRuleShape) -> Kernel:
-    function = f"delta_rule<{shape.keys}, {shape.warps}, {shape.columns}>"
+    function = f"delta_rule<{shape.keys}, {shape.warps}, {str(shape.is_prepared).lower()}>"
     return Kernel(function, _delta_rule, delta_rule_reference, SOURCE, function)
 
 
 CAUSAL_CONV_SILU = _causal_conv_silu_kernel(4)
-DELTA_RULE = _delta_rule_kernel(_delta_rule_shape(STEPS, 128))
+DELTA_RULE = _delta_rule_kernel(_DeltaRuleShape.of(STEPS, 128))
+PREPARE_DELTA_RULE = Kernel("prepare_delta_rule", _nothing_to_prepare, delta_rule_reference, SOURCE)
 GATED_NORM = Kernel("gated_norm", _gated_norm, gated_norm_reference, SOURCE)
