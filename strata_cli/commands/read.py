@@ -13,9 +13,9 @@ import click
 import orjson
 
 from strata_cli.commands.logits_file import LogitsFile, check_distinct, check_logits_file
-from strata_cli.commands.options import config_options, load_config
+from strata_cli.commands.options import config_options, load_config, written
 from strata_cli.commands.progress import progress_bar
-from strata_cli.commands.prompt import PromptSource
+from strata_cli.commands.prompt import PromptSource, parse_ids
 from strata_cli.commands.report import as_json, as_table
 from strata_cli.commands.streams import require_stdout
 from strata_cli.config import StrataConfig
@@ -24,29 +24,38 @@ from strata_cli.engine.decode.sampling import Sampler
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.model.tokenizer import StreamDecoder
 from strata_cli.engine.reading import ReadRequest, ReadResult
-from strata_cli.errors import ConfigError
 from strata_cli.models import DEMO_MODEL_PATH
+from strata_cli.parsers import file_path, whole_number
 
 DEFAULT_TOP = 5
 
-FILE = click.Path(path_type=Path)
+FILE = written(file_path)
+COUNT = written(whole_number(0))
 
 
 @click.command(short_help="Read one prompt: next-token probabilities, or text.")
 @click.argument("prompt", required=False)
-@click.option("-f", "--file", type=FILE, metavar="FILE", help="Read the prompt from a text file.")
+@click.option(
+    "-f",
+    "--file",
+    callback=FILE,
+    metavar="FILE",
+    help="Read the prompt from a text file; - is stdin.",
+)
 @click.option("--tokens", metavar="IDS", help="Prompt as token ids: 1,2,3.")
-@click.option("--tokens-file", type=FILE, metavar="FILE", help="Prompt as a JSON list of ids.")
+@click.option(
+    "--tokens-file", callback=FILE, metavar="FILE", help="Prompt as a JSON list of ids; - is stdin."
+)
 @click.option("--raw", is_flag=True, help="Read the text as it is, without a chat template.")
 @click.option("--chat", is_flag=True, help="Read as a user's turn (the default when possible).")
 @click.option("--system", metavar="TEXT", help="System message in front of the chat.")
-@click.option("--top", type=click.IntRange(0), metavar="K", help="Report the K likeliest tokens.")
+@click.option("--top", callback=COUNT, metavar="K", help="Report the K likeliest tokens.")
 @click.option(
     "--allowed", multiple=True, metavar="TEXT", help="Report this one-token text. Repeatable."
 )
 @click.option("--allowed-token-ids", metavar="IDS", help="Report these token ids: 1,2,3.")
 @click.option(
-    "--max-tokens", type=click.IntRange(0), default=0, metavar="N", help="Generate up to N tokens."
+    "--max-tokens", callback=COUNT, default="0", metavar="N", help="Generate up to N tokens."
 )
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
 @click.option("--logits-out", metavar="FILE.npy", help="Save the last logits, [V].")
@@ -114,7 +123,9 @@ def read(
     all_file = _logits_file("--all-logits-out", all_logits_out, inputs)
     check_distinct(last_file, all_file)
     text_or_ids = source.read()
-    ids_allowed = _parse_allowed_ids(allowed_token_ids)
+    ids_allowed = (
+        [] if allowed_token_ids is None else parse_ids(allowed_token_ids, "--allowed-token-ids")
+    )
     started = time.perf_counter()
     will_chat = not raw and isinstance(text_or_ids, str)
     with _open_engine(config, will_chat=will_chat) as engine, engine.sequence() as sequence:
@@ -222,15 +233,3 @@ def _top(top: int | None, has_allowed: bool, max_tokens: int) -> int:
 def _allowed(engine: Engine, texts: tuple[str, ...], ids: list[int]) -> tuple[int, ...]:
     engine.tokenizer.check_ids(ids)
     return (*(engine.tokenizer.single_token(text) for text in texts), *ids)
-
-
-def _parse_allowed_ids(text: str | None) -> list[int]:
-    if text is None:
-        return []
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"--allowed-token-ids must be whole numbers with commas between, got {text!r}",
-            hint="for example --allowed-token-ids 32,33",
-        ) from None

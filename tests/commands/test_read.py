@@ -192,7 +192,7 @@ def test_stdin_and_file_read_the_same_prompt(
     path = tmp_path / "prompt.txt"
     path.write_text(PROMPT)
     from_file = read_json(capsys, "--file", str(path))
-    for args in ([], ["-"]):
+    for args in ([], ["-"], ["--file", "-"]):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
         assert read_json(capsys, *args)["top_logprobs"] == from_file["top_logprobs"]
 
@@ -233,6 +233,16 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--file", "{tmp}"], ["directory"]),
     (["x", "--logits-out", "{tmp}/none/x.npy"], ["none/x.npy"]),
     (["x", "--top", "-1"], ["--top"]),
+    (["x", "--top", "1_0"], ["--top must be a whole number from 0 to", "'1_0'"]),
+    (["x", "--max-tokens", "٣"], ["--max-tokens must be a whole number from 0 to", "'٣'"]),
+    (["x", "--max-tokens", "9" * 5000], ["--max-tokens", "(5000 characters)"]),
+    (["x", "--allowed-token-ids", "1_0"], ["--allowed-token-ids", "'1_0'"]),
+    (["x", "--allowed-token-ids", "9" * 5000], ["--allowed-token-ids", "(5000 characters)"]),
+    (["x", "--allowed", "two words"], ["--allowed-token-ids"]),
+    (["--file", "a\0b"], ["--file has a NUL character"]),
+    (["--tokens-file", "~nosuchuser/x"], ["--tokens-file starts with ~"]),
+    (["x", "--model", "~nosuchuser/x"], ["--model starts with ~"]),
+    (["x", "--model", "x" * 256], ["(256 characters)", "File name too long"]),
     (["x", "--temperature", "nan"], ["--temperature", "nan"]),
     (["x", "--prefill", "-1"], ["--prefill"]),
     (["x", "--max-context", "999999"], ["999999", "2048"]),
