@@ -110,22 +110,56 @@ __device__ inline int sum_of_warp(int v) {
     return v;
 }
 
-// The k-th largest of count values, none negative: found one binary digit at a time.
-__device__ inline int kth_largest(const int *values, int count, int k) {
-    __shared__ int at_least[31];
-    if (threadIdx.x < 31) at_least[threadIdx.x] = 0;
-    __syncthreads();
-    int threshold = 0;
-    for (int digit = 30; digit >= 0; digit--) {
-        const int candidate = threshold | 1 << digit;
-        int own = 0;
-        for (int i = threadIdx.x; i < count; i += blockDim.x) own += values[i] >= candidate;
-        own = sum_of_warp(own);
-        if ((threadIdx.x & 31) == 0 && own) atomicAdd(&at_least[digit], own);
-        __syncthreads();
-        if (at_least[digit] >= k) threshold = candidate;
+constexpr int DIGIT_BITS = 11;
+constexpr int BINS = 1 << DIGIT_BITS;
+
+// Where the k-th largest of binned values is, 1 <= k <= their number: its bin, and how many values
+// are in bins above. Every thread of the block takes part, and gets the same.
+__device__ inline int2 find_bin(const int *bins, int k) {
+    __shared__ int of_warps[32];
+    __shared__ int2 found;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, per_thread = BINS / blockDim.x;
+    const int last = BINS - 1 - static_cast<int>(threadIdx.x) * per_thread;  // bins go downwards
+    int own = 0;
+    for (int i = 0; i < per_thread; i++) own += bins[last - i];
+    int up_to = own;
+    for (int step = 1; step < 32; step *= 2) {
+        const int before = __shfl_up_sync(ALL_LANES, up_to, step);
+        if (lane >= step) up_to += before;
     }
-    return threshold;
+    if (lane == 31) of_warps[warp] = up_to;
+    __syncthreads();
+    for (int other = 0; other < warp; other++) up_to += of_warps[other];
+    int above = up_to - own;
+    if (above < k && k <= up_to) {
+        int bin = last;
+        while (above + bins[bin] < k) above += bins[bin--];
+        found = make_int2(bin, above);
+    }
+    __syncthreads();
+    return found;
+}
+
+// The k-th largest of count values, none negative: found digit by digit, the highest first.
+__device__ inline int kth_largest(const int *values, int count, int k) {
+    __shared__ int bins[BINS];
+    int known = 0, matched = 31;  // the digits found, and the lowest of their bits
+    while (matched > 0) {
+        const int shift = max(matched - DIGIT_BITS, 0);
+        for (int i = threadIdx.x; i < BINS; i += blockDim.x) bins[i] = 0;
+        __syncthreads();
+#pragma unroll 4
+        for (int i = threadIdx.x; i < count; i += blockDim.x) {
+            const int value = values[i];
+            if ((value ^ known) >> matched == 0) atomicAdd(&bins[value >> shift & (BINS - 1)], 1);
+        }
+        __syncthreads();
+        const int2 found = find_bin(bins, k);
+        known |= found.x << shift;
+        k -= found.y;
+        matched = shift;
+    }
+    return known;
 }
 
 // select_blocks: the best complete blocks of each token, ascending; equal scores: the lower block

@@ -35,7 +35,7 @@ SCORED_PER_BLOCK = (
     256  # index blocks that a GPU's thread block scores, where few tokens are at hand
 )
 THREAD_BLOCKS = 512  # enough to fill a GPU
-STAGED_SCORES = 12_000  # of a token, that fit a GPU's shared memory everywhere
+STAGED_SCORES = 9_500  # of a token, that fit a GPU's shared memory everywhere
 
 
 def pool_index_blocks(
