@@ -11,7 +11,7 @@
 // wait for either. Each sum is made of the same operations in the same order as in matmul_few.cu:
 // slices from zero, totals in ascending order.
 #include "mma.cuh"
-#include "weights.cuh"
+#include "wide_book.cuh"
 
 constexpr int STAGE = 128;        // k per stage of activations: four steps
 constexpr int TOKEN_BYTES = 256;  // of a token in a stage
@@ -73,7 +73,7 @@ struct Many {
     unsigned char *x;
     Tile *ring;
     unsigned *sources;  // [RING][TOKENS]: where the row of x of a token begins, in 16 bytes
-    Book<1> book;
+    LoadedBook<TYPE> book;
 
     __device__ Many(const Product &all, unsigned char *shared)
         : product(all),
@@ -81,14 +81,15 @@ struct Many {
           x(raw + RAW_SLOTS * RAW_SLOT_BYTES),
           ring(reinterpret_cast<Tile *>(x + X_SLOTS * X_SLOT_BYTES)),
           sources(reinterpret_cast<unsigned *>(ring + RING)),
-          book(load_book<TYPE, 1>(sources + RING * TOKENS)) {}
+          book(load_any_book<TYPE>(sources + RING * TOKENS)) {}
 
-    // A tile becomes known; `row` is the row of x of token threadIdx.x.
-    __device__ void set_tile(int i, const Tile &tile, int row) const {
+    // A tile becomes known; row_of(token) is the row of x of each of its tokens.
+    template <class RowOf>
+    __device__ void set_tile(int i, const Tile &tile, const RowOf &row_of) const {
         if (threadIdx.x == 0) ring[i % RING] = tile;
-        if (threadIdx.x < TOKENS)
-            sources[i % RING * TOKENS + threadIdx.x] =
-                row * static_cast<unsigned>(product.cols / 8);
+        for (int token = threadIdx.x; token < TOKENS; token += THREADS)
+            sources[i % RING * TOKENS + token] =
+                row_of(token) * static_cast<unsigned>(product.cols / 8);
     }
 
     __device__ const unsigned char *row_at(const Tile &tile, int row, int raw_stage) const {
@@ -259,7 +260,8 @@ struct Many {
 #pragma unroll
         for (int n = 2 * p; n < 2 * p + 2; n++)
             if (WHOLE || 8 * n < now.tokens_ahead) now.x[n] = next.load(NEXT % 4, n);
-        w = decode<TYPE, LANE, STEP_ALIGN>(now.rows[p], NEXT, threadIdx.x & 3, book, now.scale[p]);
+        w = decode<TYPE, LANE, STEP_ALIGN, WideCodec<TYPE>>(now.rows[p], NEXT, threadIdx.x & 3,
+                                                            book, now.scale[p]);
     }
 
     __device__ bool in_row(int stage, int step) const {
@@ -304,8 +306,8 @@ struct Many {
         for (int n = 0; n < 8; n++) now.x[n] = columns.load(0, n);
 #pragma unroll
         for (int p = 0; p < 4; p++)
-            now.w[p / 2][p % 2] =
-                decode<TYPE, LANE, STEP_ALIGN>(now.rows[p], 0, threadIdx.x & 3, book, now.scale[p]);
+            now.w[p / 2][p % 2] = decode<TYPE, LANE, STEP_ALIGN, WideCodec<TYPE>>(
+                now.rows[p], 0, threadIdx.x & 3, book, now.scale[p]);
         int left_of_slice = product.slice;
         for (int s = 0; s < all; s++) {
             if (at.stage == 0 && known < tiles && at.tile + RING - 1 > known) {
@@ -434,7 +436,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
         block.set_tile(
             i,
             {data, tile / token_tiles * Block::ROWS, first, min(Block::TOKENS, num_tokens - first)},
-            min(first + static_cast<int>(threadIdx.x), num_tokens - 1));
+            [&](int token) { return min(first + token, num_tokens - 1); });
     });
 }
 
@@ -488,7 +490,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
     const Product product = {activations, out, static_cast<int>(rows), static_cast<int>(cols),
                              static_cast<int>(slice)};
     const Block block(product, reinterpret_cast<unsigned char *>(shared));
-    int *prefix = reinterpret_cast<int *>(block.sources + RING * Block::TOKENS + Codec<TYPE>::BOOK);
+    int *prefix = reinterpret_cast<int *>(block.sources + RING * Block::TOKENS) + BOOK_WORDS<TYPE>;
     const int num_experts = experts;
     count_tiles<Block::TOKENS>(prefix, expert_start, num_experts);
     const int row_tiles = (static_cast<int>(rows) + Block::ROWS - 1) / Block::ROWS;
@@ -503,6 +505,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
         block.set_tile(i,
                        {reinterpret_cast<const unsigned char *>(blobs[expert]) + offset_bytes,
                         tile % row_tiles * Block::ROWS, first, count},
-                       row_of[first + min(static_cast<int>(threadIdx.x), count - 1)]);
+                       [&](int token) { return row_of[first + min(token, count - 1)]; });
     });
 }

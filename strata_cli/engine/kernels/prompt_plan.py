@@ -33,6 +33,8 @@ TILE_BYTES = 24
 SLOT_PADDING = 16
 BLOCK_SHARED_BYTES = 1 << 10  # that a multiprocessor keeps for each block
 WARPS_PER_MULTIPROCESSOR = 8  # by the function's registers
+WIDE_BOOKS = (QuantType.IQ3_XXS, QuantType.IQ3_S)  # as f16, several times over
+WIDE_BOOK_BYTES = 32 << 10
 SPLIT_ROWS = 64  # weight rows, and activation rows, of a block of the float32 function
 SPLIT_STAGES = 3
 SPLIT_ROW_BYTES = 256  # of a row in a stage
@@ -89,13 +91,17 @@ def is_long(matrix: Matrix) -> bool:
     return max(4 * matrix.lane, BLOCK[matrix.qtype].weights) == 256
 
 
+def _book_bytes(qtype: QuantType) -> int:
+    return WIDE_BOOK_BYTES if qtype in WIDE_BOOKS else 4 * len(code_book(qtype))
+
+
 def prompt_shared_bytes(matrix: Matrix, shape: Shape, experts: int = 0) -> int:
     """Raw rows, activations, the tiles known and where their tokens are, code book, prefix sums."""
     raw_bytes = matrix.bytes_of(256 if is_long(matrix) else 128)
     chunks = blocks(raw_bytes + 16 - math.gcd(matrix.align, raw_bytes), 16) | 1
     raw = shape.raw_slots * (shape.rows * 16 * chunks + SLOT_PADDING)
     known = RING_TILES * (TILE_BYTES + 4 * shape.tokens) + 64  # read, not used, beyond the last
-    rest = 4 * len(code_book(matrix.qtype)) + (4 * (experts + 1) if experts else 0)
+    rest = _book_bytes(matrix.qtype) + (4 * (experts + 1) if experts else 0)
     return raw + shape.x_slots * shape.tokens * TOKEN_BYTES + known + rest
 
 

@@ -72,12 +72,12 @@ struct RowScale {
 };
 
 // The octet of lane t at a step, times the gain. `row` begins at step 0; `step` should be known at
-// compile time. Call it for each step in turn with the same `scale`.
-template <int TYPE, int LANE, int ALIGN, class Book>
+// compile time. Call it for each step in turn with the same `scale`. Type may have other ways to
+// make the same codes.
+template <int TYPE, int LANE, int ALIGN, class Type = Codec<TYPE>, class Book>
 __device__ inline Octet decode(const Staged<ALIGN> &row, int step, int t, Book book,
                                RowScale &scale) {
     using R = Rows<TYPE, LANE>;
-    using Type = typename R::Type;
     const int octet = R::k_of(step, t) / 8;
     const Staged<ALIGN> block = {row.base, row.offset + octet / R::BLOCK_OCTETS * Type::BYTES};
     const int own = octet % R::BLOCK_OCTETS;

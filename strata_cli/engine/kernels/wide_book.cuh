@@ -1,0 +1,96 @@
+// Code books whose entries are f16 already: fewer instructions per weight, more shared memory.
+//
+// For the types whose entries hold four weights. An entry is 8 bytes, so a half of a warp reads in
+// one go; a lane reads a copy of its own half's lanes, so that few meet in a bank.
+#pragma once
+#include "weights.cuh"
+
+// How often the book is kept: 32 KiB in all; 0: the type has none.
+template <int TYPE>
+constexpr int WIDE_COPIES = TYPE == IQ3_XXS ? 16
+                            : TYPE == IQ3_S ? 8
+                                            : 0;
+
+template <int TYPE>
+constexpr int WIDE_BYTES = 8 * WIDE_COPIES<TYPE> * Codec<TYPE>::BOOK;
+
+template <int COPIES>
+struct WideBook {
+    const uint2 *copy;
+
+    __device__ uint2 operator[](unsigned i) const { return copy[i * COPIES]; }
+};
+
+template <int COPIES>
+struct BookOf {
+    using Type = WideBook<COPIES>;
+};
+template <>
+struct BookOf<0> {
+    using Type = Book<1>;
+};
+template <int TYPE>
+using LoadedBook = typename BookOf<WIDE_COPIES<TYPE>>::Type;
+
+// As load_book.
+template <int TYPE>
+__device__ inline WideBook<WIDE_COPIES<TYPE>> load_wide_book(uint2 *shared) {
+    constexpr int copies = WIDE_COPIES<TYPE>;
+    for (int i = threadIdx.x; i < Codec<TYPE>::BOOK * copies; i += blockDim.x) {
+        const Octet w = Codec<TYPE>::Magnitudes::look_up(BOOK[i / copies], 0, 0, 0);
+        shared[i] = make_uint2(w.pair[0], w.pair[1]);
+    }
+    return {shared + threadIdx.x % copies};
+}
+
+// The sign bits of weights 2i and 2i + 1 of eight, moved to where two f16 have theirs.
+__device__ inline unsigned with_signs(unsigned pair, unsigned signs, int i) {
+    // The two copies of the eight bits do not overlap.
+    const unsigned moved = signs * ((1u << (15 - 2 * i)) + (1u << (30 - 2 * i)));
+    return (moved & 0x80008000u) ^ pair;
+}
+
+// Entries and signs of an octet: the codes as Codec<TYPE>::codes gives them.
+template <class Block, class Book>
+__device__ inline Octet wide_codes(const Block &b, int octet, Book book, Codec<IQ3_XXS>) {
+    const unsigned entries = b.u16(2 + 2 * octet);
+    const unsigned seven = b.u32(66 + 4 * (octet >> 2)) >> 7 * (octet & 3) & 127;
+    const unsigned signs = seven | (__popc(seven) & 1) << 7;
+    const uint2 first = book[entries & 255], second = book[entries >> 8];
+    return {with_signs(first.x, signs, 0), with_signs(first.y, signs, 1),
+            with_signs(second.x, signs, 2), with_signs(second.y, signs, 3)};
+}
+
+template <class Block, class Book>
+__device__ inline Octet wide_codes(const Block &b, int octet, Book book, Codec<IQ3_S>) {
+    const unsigned entries = b.u16(2 + 2 * octet), signs = b.u8(74 + octet);
+    const unsigned ninth = b.u8(66 + (octet >> 2)) >> 2 * (octet & 3);
+    const uint2 first = book[(entries & 255) | (ninth & 1) << 8];
+    const uint2 second = book[entries >> 8 | (ninth & 2) << 7];
+    return {with_signs(first.x, signs, 0), with_signs(first.y, signs, 1),
+            with_signs(second.x, signs, 2), with_signs(second.y, signs, 3)};
+}
+
+// The codec with such a book, for `decode`.
+template <int TYPE>
+struct WideCodec : Codec<TYPE> {
+    template <class Block, class Book>
+    __device__ static Octet codes(const Block &b, int octet, Book book) {
+        if constexpr (WIDE_COPIES<TYPE> != 0)
+            return wide_codes(b, octet, book, Codec<TYPE>());
+        else
+            return Codec<TYPE>::codes(b, octet, book);
+    }
+};
+
+// The book that a type is decoded with here, wide where it has one, and 4-byte words that it takes.
+template <int TYPE>
+constexpr int BOOK_WORDS = WIDE_COPIES<TYPE> ? WIDE_BYTES<TYPE> / 4 : Codec<TYPE>::BOOK;
+
+template <int TYPE>
+__device__ inline auto load_any_book(unsigned *shared) {
+    if constexpr (WIDE_COPIES<TYPE> != 0)
+        return load_wide_book<TYPE>(reinterpret_cast<uint2 *>(shared));
+    else
+        return load_book<TYPE, 1>(shared);
+}
