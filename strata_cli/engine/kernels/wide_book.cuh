@@ -1,7 +1,8 @@
-// Code books whose entries are f16 already: fewer instructions per weight, more shared memory.
+// Codes of some types in fewer instructions than their codecs take, for the many-row function.
 //
-// For the types whose entries hold four weights. An entry is 8 bytes, so a half of a warp reads in
-// one go; a lane reads a copy of its own half's lanes, so that few meet in a bank.
+// Code books whose entries are f16 already, for the types whose entries hold four weights. An entry
+// is 8 bytes, so a half of a warp reads in one go; a lane reads a copy of its own, so that few meet
+// in a bank. And tables of sixteen values that are looked up for eight weights at once.
 #pragma once
 #include "weights.cuh"
 
@@ -71,12 +72,42 @@ __device__ inline Octet wide_codes(const Block &b, int octet, Book book, Codec<I
             with_signs(second.x, signs, 2), with_signs(second.y, signs, 3)};
 }
 
-// The codec with such a book, for `decode`.
+// Eight codes of one table: byte i of both words holds a code in the half that UPPER tells.
+template <bool UPPER>
+__device__ inline Octet look_up_eight(Sixteen table, unsigned w0, unsigned w1) {
+    // Digits 2i and 2i + 1 are the codes of byte i of w0 and of w1.
+    const unsigned codes = UPPER ? (w0 >> 4 & 0x0f0f0f0fu) | (w1 & 0xf0f0f0f0u)
+                                 : (w0 & 0x0f0f0f0fu) | (w1 << 4 & 0xf0f0f0f0u);
+    const unsigned low = codes & 0x77777777u, which = (codes >> 1 & 0x44444444u) | 0x32103210u;
+    const unsigned first = table.look_up(low, which);
+    const unsigned second = table.look_up(low >> 16, which >> 16);
+    return {pick(first, ONE_K, 0x4240), pick(second, ONE_K, 0x4240), pick(first, ONE_K, 0x4341),
+            pick(second, ONE_K, 0x4341)};
+}
+
+template <class Block>
+__device__ inline Octet iq4_eight(const Block &b, int at, int octet) {
+    const unsigned w0 = b.u32(at + 8 * (octet & 1)), w1 = b.u32(at + 8 * (octet & 1) + 4);
+    return octet >> 1 ? look_up_eight<true>(iq4_values(), w0, w1)
+                      : look_up_eight<false>(iq4_values(), w0, w1);
+}
+
+template <class Block, class Book>
+__device__ inline Octet wide_codes(const Block &b, int octet, Book, Codec<IQ4_NL>) {
+    return iq4_eight(b, 2, octet);
+}
+
+template <class Block, class Book>
+__device__ inline Octet wide_codes(const Block &b, int octet, Book, Codec<IQ4_XS>) {
+    return iq4_eight(b, 8 + 16 * (octet >> 2), octet & 3);
+}
+
+// The codec with such codes, for `decode`.
 template <int TYPE>
 struct WideCodec : Codec<TYPE> {
     template <class Block, class Book>
     __device__ static Octet codes(const Block &b, int octet, Book book) {
-        if constexpr (WIDE_COPIES<TYPE> != 0)
+        if constexpr (WIDE_COPIES<TYPE> != 0 || TYPE == IQ4_NL || TYPE == IQ4_XS)
             return wide_codes(b, octet, book, Codec<TYPE>());
         else
             return Codec<TYPE>::codes(b, octet, book);
