@@ -14,6 +14,7 @@ from strata_cli.engine.experts.entries import rank_experts
 from strata_cli.engine.experts.keeping import KeptBlobs
 from strata_cli.engine.experts.ring import U8, Ring
 from strata_cli.engine.experts.streaming import Blobs, ChunkStream, StreamCounts, StreamOptions
+from strata_cli.engine.trace import NO_TRACE, Trace
 from tests.experts.cases import plain_case
 from tests.experts.simulator import Case
 
@@ -53,14 +54,14 @@ class ReadyStager:
 class Lab:
     """A device with blobs, a ring and two streams; it outlives chunks."""
 
-    def __init__(self, device: Device, case: Case) -> None:
+    def __init__(self, device: Device, case: Case, trace: Trace = NO_TRACE) -> None:
         self.device = device
         self.case = case
         self.copies, self.reads = device.stream("copies"), device.stream("reads")
         slot_bytes = max(case.blob_bytes)
         memory = device.allocate(case.ring_slots * slot_bytes)
         slots = Tensor.over(memory, (case.ring_slots, slot_bytes), np.uint8)
-        self.ring = Ring(device, slots, self.copies, self.reads)
+        self.ring = Ring(device, slots, self.copies, self.reads, trace)
         self.layers = [self._stamped(layer, size) for layer, size in enumerate(case.blob_bytes)]
 
     def _stamped(self, layer: int, nbytes: int) -> Tensor:

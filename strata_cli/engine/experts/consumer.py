@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.device.base import Event
 from strata_cli.engine.experts.entries import EntryList, Ranking
 from strata_cli.engine.experts.gate import Gate
 from strata_cli.engine.experts.issuer import Issuer
@@ -93,6 +94,7 @@ class Consumer:
         counts = np.diff(expert_start)
         self._row = counts > 0
         self.use[layer, self._ranking.expert_at[layer]] = counts
+        self._trace_routing(layer, int(expert_start[-1]))
         if self._lists_routed:
             first = self._ranking.num_resident[layer]
             ranks = first + np.flatnonzero(self._row[first:])
@@ -114,7 +116,9 @@ class Consumer:
         """
         num_resident = self._ranking.num_resident[layer]
         if self._row[:num_resident].any():
+            start = self._ring.read_spans.mark(self._ring.reads)
             yield range(num_resident)
+            self._trace_group(layer, range(num_resident), start, is_resident=True)
         ranks, entries = self._entries.ranks, self._entries.of_layer(layer)
         routed = [k for k in entries if self._row[ranks[k]]]
         self._choose_kept(layer, routed)
@@ -124,13 +128,55 @@ class Consumer:
             stop = self._group_end(routed, at)
             first, last = routed[at], routed[stop - 1]
             self._issuer.require(last)
-            self._ring.await_copy(last)
-            yield range(ranks[first], ranks[last] + 1)
+            start = self._await_copy(layer, last)
+            group = range(ranks[first], ranks[last] + 1)
+            yield group
+            self._trace_group(layer, group, start, is_resident=False)
             self._keep(layer, routed[at:stop])
             self._ring.release(routed[at:stop])
             self._give_back(last + 1)
             at = stop
         self._give_back(entries.stop)
+
+    def _await_copy(self, layer: int, k: int) -> Event | None:
+        """Later reads wait for entry k; the mark behind that wait, for the trace."""
+        spans, reads = self._ring.read_spans, self._ring.reads
+        start = spans.mark(reads)
+        self._ring.await_copy(k)
+        stop = spans.mark(reads)
+        spans.span("copy.wait", start, stop, layer=layer, entry=k)
+        return stop
+
+    def _trace_routing(self, layer: int, pairs: int) -> None:
+        if not self._ring.trace.is_on:
+            return
+        first = self._ranking.num_resident[layer]
+        self._ring.trace.event(
+            "layer.routed",
+            layer=layer,
+            routed=int(self._row.sum()),
+            routed_resident=int(self._row[:first].sum()),
+            entries=self._ranking.num_experts - first,
+            pairs=pairs,
+        )
+
+    def _trace_group(
+        self, layer: int, ranks: range, start: Event | None, *, is_resident: bool
+    ) -> None:
+        """Called when the group's products are enqueued."""
+        if start is None:
+            return
+        spans = self._ring.read_spans
+        spans.span(
+            "group.run",
+            start,
+            spans.mark(self._ring.reads),
+            layer=layer,
+            first_rank=ranks[0],
+            last_rank=ranks[-1],
+            experts=int(self._row[ranks.start : ranks.stop].sum()),
+            is_resident=is_resident,
+        )
 
     def _choose_kept(self, layer: int, routed: Sequence[int]) -> None:
         if self._rules.kept is not None:

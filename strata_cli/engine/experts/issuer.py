@@ -10,6 +10,7 @@ from typing import Protocol
 from strata_cli.engine.device.base import Event
 from strata_cli.engine.experts.waiting import LONGEST_WAIT_S, Bell, Pace, Watchdog, poll
 from strata_cli.engine.experts.walk import ANY_NUMBER, Turn, Walk
+from strata_cli.engine.trace import NO_TRACE, Trace
 from strata_cli.errors import StallError, StateError
 
 JOIN_S = 10.0  # a thread inside a device call must come back before that
@@ -92,14 +93,16 @@ class ThreadIssuer:
     Args:
         walk: whose turns to take.
         watchdog_s: seconds without progress that end a wait, 0 = none do.
+        trace: told of turns and waits.
     """
 
-    def __init__(self, walk: Walk, watchdog_s: float) -> None:
+    def __init__(self, walk: Walk, watchdog_s: float, trace: Trace = NO_TRACE) -> None:
         self.walk = walk
         self.num_waits = 0
         self.waited_s = 0.0
         self.turns: Counter[Turn] = Counter()
         self._watchdog_s = watchdog_s
+        self._trace = trace
         self._failure: BaseException | None = None
         self._has_ended = False
         self._wanted = ANY_NUMBER
@@ -119,7 +122,7 @@ class ThreadIssuer:
         """See Issuer."""
         if self.walk.issued > k:
             return
-        start = time.perf_counter()
+        start, start_ns = time.perf_counter(), self._trace.now_ns()
         watchdog = Watchdog(self.walk, self._watchdog_s)
         longest_s = min(self._watchdog_s or LONGEST_WAIT_S, LONGEST_WAIT_S)
         self._wanted = k
@@ -130,9 +133,11 @@ class ThreadIssuer:
         self._wanted = ANY_NUMBER
         self.num_waits += 1
         self.waited_s += time.perf_counter() - start
+        self._trace.since("issue.wait", start_ns, entry=k)
 
     def await_event(self, event: Event, what: str) -> None:
         """See Issuer."""
+        start_ns = self._trace.now_ns()
 
         def is_reached() -> bool:
             self._check_failure()
@@ -141,6 +146,7 @@ class ThreadIssuer:
             return event.query()
 
         poll(is_reached, Watchdog(self.walk, self._watchdog_s), what)
+        self._trace.since("device.wait", start_ns, what=what)
 
     def finish(self) -> None:
         """See Issuer."""
@@ -171,16 +177,18 @@ class ThreadIssuer:
     def _serve(self) -> None:
         pace = Pace()
         try:
-            while (turn := self.walk.turn()) not in (Turn.DONE, Turn.STOPPED):
+            while (turn := _turn(self.walk, self._trace)) not in (Turn.DONE, Turn.STOPPED):
                 self.turns[turn] += 1
                 if self.walk.issued > self._wanted:
                     self._issued.ring()
+                start_ns = self._trace.now_ns()
                 if turn in (Turn.LINK_FULL, Turn.UNSTAGED):
                     now = time.perf_counter()
                     self._work.wait(pace.nap_s(self.walk.landed, self.walk.unfinished, now))
                 else:
                     pace.interrupt()
                     self._work.wait(-1)
+                self._trace.since("issuer.wait", start_ns, reason=turn.name.lower())
         except BaseException as error:  # noqa: BLE001  carried to the consumer, which raises it
             self._failure = error
         self._has_ended = True
@@ -203,14 +211,16 @@ class InlineIssuer:
     Args:
         walk: whose turns to take.
         watchdog_s: seconds without progress that end a wait, 0 = none do.
+        trace: told of turns and waits.
     """
 
-    def __init__(self, walk: Walk, watchdog_s: float) -> None:
+    def __init__(self, walk: Walk, watchdog_s: float, trace: Trace = NO_TRACE) -> None:
         self.walk = walk
         self.num_waits = 0
         self.waited_s = 0.0
         self.turns: Counter[Turn] = Counter()
         self._watchdog_s = watchdog_s
+        self._trace = trace
 
     def start(self) -> None:
         """See Issuer."""
@@ -224,7 +234,7 @@ class InlineIssuer:
         """See Issuer."""
         if self.walk.issued > k:
             return
-        start = time.perf_counter()
+        start, start_ns = time.perf_counter(), self._trace.now_ns()
 
         def is_issued() -> bool:
             if self._turn() is Turn.STOPPED:
@@ -234,9 +244,11 @@ class InlineIssuer:
         poll(is_issued, Watchdog(self.walk, self._watchdog_s), f"entry {k}")
         self.num_waits += 1
         self.waited_s += time.perf_counter() - start
+        self._trace.since("issue.wait", start_ns, entry=k)
 
     def await_event(self, event: Event, what: str) -> None:
         """See Issuer."""
+        start_ns = self._trace.now_ns()
 
         def is_reached() -> bool:
             if self._turn() is Turn.STOPPED:
@@ -244,6 +256,7 @@ class InlineIssuer:
             return event.query()
 
         poll(is_reached, Watchdog(self.walk, self._watchdog_s), what)
+        self._trace.since("device.wait", start_ns, what=what)
 
     def finish(self) -> None:
         """See Issuer."""
@@ -259,9 +272,29 @@ class InlineIssuer:
         self.walk.stop()
 
     def _turn(self) -> Turn:
-        turn = self.walk.turn()
+        turn = _turn(self.walk, self._trace)
         self.turns[turn] += 1
         return turn
+
+
+def _turn(walk: Walk, trace: Trace) -> Turn:
+    """Take a turn, and tell the trace if it got anywhere."""
+    if not trace.is_on:
+        return walk.turn()
+    first, copied, skipped = walk.issued, walk.copied, walk.skipped
+    start_ns = trace.now_ns()
+    turn = walk.turn()
+    if walk.issued > first:
+        trace.since(
+            "issuer.turn",
+            start_ns,
+            first=first,
+            last=walk.issued - 1,
+            copied=walk.copied - copied,
+            skipped=walk.skipped - skipped,
+            ended_by=turn.name.lower(),
+        )
+    return turn
 
 
 def _stopped(walk: Walk) -> StateError:

@@ -12,7 +12,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from strata_cli.engine.device.base import Device, Event, Home, Stream, Tensor
+from strata_cli.engine.device.timing import Spans
 from strata_cli.engine.experts.entries import EntryList, RingShape
+from strata_cli.engine.trace import NO_TRACE, Trace
 from strata_cli.errors import DeviceError, ShapeError
 
 U8 = np.dtype(np.uint8)
@@ -32,12 +34,17 @@ class Ring:
         slots: uint8 [num_slots, slot_bytes], device memory; the ring does not own it.
         copies: the stream that carries the copies; owned by whoever issues.
         reads: the stream whose kernels read the slots; owned by the consumer.
+        trace: told of every copy, and of every wait of one stream for the other.
 
     Attributes:
         copied: per slot, the event behind its latest copy.
+        copy_spans, read_spans: what the two streams spent their time on; each is used by the
+            thread that owns the stream.
     """
 
-    def __init__(self, device: Device, slots: Tensor, copies: Stream, reads: Stream) -> None:
+    def __init__(
+        self, device: Device, slots: Tensor, copies: Stream, reads: Stream, trace: Trace = NO_TRACE
+    ) -> None:
         num_slots, self.slot_bytes = slots.shape
         self.num_slots = num_slots
         self.copies = copies
@@ -51,6 +58,8 @@ class Ring:
         self._num_releases = 0
         self._waited = 0
         self._rooms: dict[int, list[Tensor]] = {}
+        self.trace = trace
+        self.copy_spans, self.read_spans = Spans(device, trace), Spans(device, trace)
 
     @property
     def shape(self) -> RingShape:
@@ -80,6 +89,7 @@ class Ring:
         """
         slots = [k % self.num_slots for k in batch]
         self._await_reads(slots)
+        start = self.copy_spans.mark(self.copies)
         if len(pairs) == 1:
             self.copies.copy(*pairs[0])
         else:
@@ -88,6 +98,18 @@ class Ring:
         self.copies.record(event)
         for slot in slots:
             self.copied[slot] = event
+        if start is not None:
+            self.copy_spans.span(
+                "copy.run",
+                start,
+                self.copy_spans.mark(self.copies),
+                first=batch[0],
+                last=batch[-1],
+                entries=len(batch),
+                slot=slots[0],
+                pieces=len(pairs),
+                bytes=sum(dst.nbytes for dst, _ in pairs),
+            )
         return event
 
     def await_copy(self, k: int) -> None:
@@ -109,13 +131,25 @@ class Ring:
             self._released[slot] = self._num_releases
 
     def drain(self) -> None:
-        """Blocks until no copy is under way. Raises what failed."""
+        """Blocks until no copy is under way; with a trace, until no read is either.
+
+        Raises what failed.
+        """
         self.copies.synchronize()
+        self.copy_spans.finish()
+        self.read_spans.finish()
+
+    def flush_trace(self) -> None:
+        """Write what is over of both streams. For the consumer's thread, once the issuer ended."""
+        self.copy_spans.flush()
+        self.read_spans.flush()
 
     def close(self) -> None:
         """Gives the events back. Drain first."""
         for event in (*self._copied_events, *self._used_events):
             event.close()
+        self.copy_spans.close()
+        self.read_spans.close()
 
     def _await_reads(self, slots: Sequence[int]) -> None:
         """Later copies wait for the last release among the slots, unless they do already.
@@ -125,7 +159,9 @@ class Ring:
         last = max(slots, key=self._released.__getitem__)
         release = self._released[last]
         if release > self._waited:
+            start = self.copy_spans.mark(self.copies)
             self.copies.wait(self._used[last])
+            self.copy_spans.span("ring.wait", start, self.copy_spans.mark(self.copies), slot=last)
             self._waited = release
 
 

@@ -132,7 +132,8 @@ class ChunkStream:
         rules = WalkRules(ring.num_slots, depth, options.together)
         self._walk = Walk(self.entries, self._link, rules, gate)
         issues = ThreadIssuer if options.has_thread else InlineIssuer
-        self._issuer: Issuer = issues(self._walk, options.watchdog_s)
+        self._issuer: Issuer = issues(self._walk, options.watchdog_s, ring.trace)
+        self._ring = ring
         grouping = ConsumerRules(group=options.group, takes_landed=options.takes_landed, kept=kept)
         self._consumer = Consumer(
             ranking, self.entries, ring, self._issuer, gate, grouping, blobs.needs_stager
@@ -178,6 +179,8 @@ class ChunkStream:
             StrataError: a copy failed, or nothing moved.
         """
         self._issuer.finish()
+        if self._ring.trace.is_on:
+            self._trace_end()
 
     def stop(self) -> None:
         """Ends the stream and whoever waits for it. Any thread may call it."""
@@ -186,6 +189,28 @@ class ChunkStream:
     def report(self) -> str:
         """Where the stream is, for messages."""
         return self._walk.report()
+
+    def _trace_end(self) -> None:
+        trace, walk = self._ring.trace, self._walk
+        for layer, copied in enumerate(walk.copied_of_layer):
+            entries = self.entries.of_layer(layer)
+            trace.event(
+                "layer.entries",
+                layer=layer,
+                first=entries.start,
+                entries=len(entries),
+                copied=copied,
+                skipped=len(entries) - copied,
+            )
+        counts = self.counts
+        trace.event(
+            "stream.end",
+            copied=counts.copied,
+            skipped=counts.skipped,
+            bytes=counts.copied_bytes,
+            pieces=counts.num_copies,
+        )
+        self._ring.flush_trace()
 
     def __enter__(self) -> Self:
         self._issuer.start()
