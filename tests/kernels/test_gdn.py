@@ -179,16 +179,21 @@ def test_the_full_width_delta_rule_matches_numpy_however_it_is_cut(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_tokens", "channels", "num_taps"), [(1, 10_240, 4), (97, 131, 7)])
-def test_a_gpu_convolves_and_norms_with_the_hosts_bits(
+def test_a_gpu_convolves_with_the_hosts_bits(
     host_lab: Lab, gpu_lab: Lab, num_tokens: int, channels: int, num_taps: int
 ) -> None:
     conv = conv_case(num_tokens, channels, num_taps)
-    o, z, weight = normal(1, num_tokens, 6 * 128), normal(2, num_tokens, 6 * 128), normal(3, 128)
-    host, gpu = (
-        [*run_conv(lab, *conv), run_norm(lab, o, z, weight)] for lab in (host_lab, gpu_lab)
-    )
-    for actual, expected in zip(gpu, host, strict=True):
+    for actual, expected in zip(run_conv(gpu_lab, *conv), run_conv(host_lab, *conv), strict=True):
         np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_tokens", "dim"), [(3, 128), (97, 128), (5, 77), (2, 200)])
+def test_a_gpu_norms_each_token_alone(gpu_lab: Lab, num_tokens: int, dim: int) -> None:
+    o, z, weight = normal(1, num_tokens, 6 * dim), normal(2, num_tokens, 6 * dim), normal(3, dim)
+    whole = run_norm(gpu_lab, o, z, weight)
+    assert_close(whole, GATED_NORM.reference(o, z, weight, EPS))
+    np.testing.assert_array_equal(run_norm(gpu_lab, o[1:2], z[1:2], weight), whole[1:2])
 
 
 def run_norm(lab: Lab, o: Floats, z: Floats, weight: Floats) -> Floats:

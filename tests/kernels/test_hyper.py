@@ -127,25 +127,28 @@ def test_bits_do_not_depend_on_cuts_neighbours_or_alignment(
 @pytest.mark.parametrize(
     ("num_tokens", "num_streams", "size"), [(1, 4, 2560), (37, 4, 2560), (5, 3, 17), (2, 2, 1)]
 )
-def test_a_gpu_gives_the_hosts_bits(
+def test_a_gpu_agrees_with_the_host_and_with_itself(
     host_lab: Lab, gpu_lab: Lab, num_tokens: int, num_streams: int, size: int
 ) -> None:
     x = normal(1, num_tokens, num_streams, size, scale=3.0)
     weight = normal(2, num_streams * size)
     gate, normed = (normal(i, num_tokens, num_streams * size, scale=9.0) for i in (3, 4))
     out, inject = normal(5, num_tokens, size), normal(6, num_tokens, num_streams, scale=9.0)
-    host, gpu = (
-        [
-            run_norm(lab, x, weight),
-            run_silu(lab, gate, num_streams),
-            run_mix(lab, gate, normed, num_streams),
-            run_write(lab, x, out, inject),
-            *run_write_norm(lab, x, out, inject, weight),
+
+    def everything(lab: Lab, part: slice) -> list[Floats]:
+        return [
+            run_norm(lab, x[part], weight),
+            run_silu(lab, gate[part], num_streams),
+            run_mix(lab, gate[part], normed[part], num_streams),
+            run_write(lab, x[part], out[part], inject[part]),
+            *run_write_norm(lab, x[part], out[part], inject[part], weight),
         ]
-        for lab in (host_lab, gpu_lab)
-    )
-    for actual, expected in zip(gpu, host, strict=True):
-        np.testing.assert_array_equal(actual, expected)
+
+    gpu, last = everything(gpu_lab, slice(None)), slice(num_tokens - 1, None)
+    for actual, expected in zip(gpu, everything(host_lab, slice(None)), strict=True):
+        assert_close(actual, expected)
+    for alone, expected in zip(everything(gpu_lab, last), gpu, strict=True):
+        np.testing.assert_array_equal(alone, expected[last])
 
 
 @pytest.mark.gpu

@@ -12,12 +12,15 @@ from strata_cli.engine.kernels.moe import (
     COMBINE,
     MIN_WEIGHT_SUM,
     ORDER_BY_EXPERT,
+    RELABEL,
     ROUTE,
     SWIGLU,
     ExpertOrder,
+    Ranked,
     Routing,
     combine,
     order_by_expert,
+    relabel,
     route,
     route_in_order,
     swiglu,
@@ -43,11 +46,14 @@ def run_order(lab: Lab, ids: Ints, num_experts: int) -> ExpertOrder:
     return ExpertOrder(lab.get(expert_start), lab.get(row_of), lab.get(pair_of))
 
 
-def run_both(lab: Lab, logits: Floats, top_k: int) -> tuple[Routing, ExpertOrder]:
+def run_both(
+    lab: Lab, logits: Floats, top_k: int, rank_of: Ints | None = None
+) -> tuple[Routing, ExpertOrder]:
     ids, weights = lab.empty((len(logits), top_k), I32), lab.empty((len(logits), top_k))
     expert_start = lab.empty((logits.shape[1] + 1,), I32)
     row_of, pair_of = lab.empty((ids.size,), I32), lab.empty(ids.shape, I32)
-    route_in_order(lab.stream, lab.put(logits), ids, weights, expert_start, row_of, pair_of)
+    ranked = None if rank_of is None else Ranked(lab.put(rank_of), lab.empty(ids.shape, I32))
+    route_in_order(lab.stream, lab.put(logits), ids, weights, expert_start, row_of, pair_of, ranked)
     routing = Routing(lab.get(ids), lab.get(weights))
     return routing, ExpertOrder(lab.get(expert_start), lab.get(row_of), lab.get(pair_of))
 
@@ -142,6 +148,29 @@ def test_routing_in_order_is_routing_and_then_ordering(
         np.testing.assert_array_equal(actual, expected)
     for actual, expected in zip(order, run_order(lab, routing.ids, num_experts), strict=True):
         np.testing.assert_array_equal(actual, expected)
+
+
+@given(**ROUTINGS, many=st.booleans())
+@settings(max_examples=20)
+def test_pairs_are_sorted_by_the_rank_of_their_expert_where_there_is_one(
+    lab: Lab, num_tokens: int, num_experts: int, top_k: int, seed: int, many: bool
+) -> None:
+    top_k = min(top_k, num_experts)
+    logits = normal(seed, num_tokens + 20 * many, num_experts)
+    rank_of = np.random.default_rng(seed).permutation(num_experts).astype(I32)
+    routing, order = run_both(lab, logits, top_k, rank_of)
+    for actual, expected in zip(routing, run_route(lab, logits, top_k), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    by_rank = run_order(lab, rank_of[routing.ids], num_experts)
+    for actual, expected in zip(order, by_rank, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_ranks_may_take_the_place_of_ids(lab: Lab) -> None:
+    ids, rank_of = some_ids(0, 7, 9, 3), np.random.default_rng(1).permutation(9).astype(I32)
+    tensor = lab.put(ids)
+    relabel(lab.stream, tensor, lab.put(rank_of), tensor)
+    np.testing.assert_array_equal(lab.get(tensor), RELABEL.reference(ids, rank_of))
 
 
 @given(**ROUTINGS)
@@ -245,20 +274,25 @@ def test_bits_do_not_depend_on_cuts_neighbours_or_alignment(
     ("num_tokens", "num_experts", "top_k", "size"),
     [(1, 512, 10, 640), (203, 512, 10, 640), (3, 70, 11, 33), (2, 1030, 5, 5)],
 )
-def test_a_gpu_gives_the_hosts_bits(
+def test_a_gpu_agrees_with_the_host_and_with_itself(
     host_lab: Lab, gpu_lab: Lab, num_tokens: int, num_experts: int, top_k: int, size: int
 ) -> None:
     logits = normal(0, num_tokens, num_experts, scale=2.0)
     arguments = combination(1, num_tokens, top_k, size)
-
-    def everything(lab: Lab) -> list[NDArray[np.generic]]:
-        routing = run_route(lab, logits, top_k)
-        order = run_order(lab, routing.ids, num_experts)
-        active = run_swiglu(lab, arguments[0], 3 * arguments[0])
-        return [*routing, *order, active, run_combine(lab, *arguments)]
-
-    for actual, expected in zip(everything(gpu_lab), everything(host_lab), strict=True):
+    gpu, host = (run_route(lab, logits, top_k) for lab in (gpu_lab, host_lab))
+    np.testing.assert_array_equal(gpu.ids, host.ids)
+    assert_close(gpu.weights, host.weights)
+    last = slice(num_tokens - 1, None)
+    for alone, expected in zip(run_route(gpu_lab, logits[last], top_k), gpu, strict=True):
+        np.testing.assert_array_equal(alone, expected[last])
+    orders = (run_order(lab, gpu.ids, num_experts) for lab in (gpu_lab, host_lab))
+    for actual, expected in zip(*orders, strict=True):
         np.testing.assert_array_equal(actual, expected)
+    active, expected = (
+        run_swiglu(lab, arguments[0], 3 * arguments[0]) for lab in (gpu_lab, host_lab)
+    )
+    np.testing.assert_array_equal(active, expected)
+    assert_close(run_combine(gpu_lab, *arguments), run_combine(host_lab, *arguments))
 
 
 def test_wrong_shapes_are_refused_by_name(lab: Lab) -> None:
@@ -269,6 +303,8 @@ def test_wrong_shapes_are_refused_by_name(lab: Lab) -> None:
         route(lab.stream, logits, lab.empty((2, 4)), weights)
     with pytest.raises(ShapeError, match=r"row_of: expected int32 \[10\]"):
         order_by_expert(lab.stream, ids, lab.empty((5,), I32), lab.empty((9,), I32), ids)
+    with pytest.raises(ShapeError, match=r"ranks: expected int32 \[2, 5\]"):
+        relabel(lab.stream, ids, lab.empty((4,), I32), lab.empty((2, 4), I32))
     with pytest.raises(ShapeError, match="up: expected float32"):
         swiglu(lab.stream, logits, weights, logits)
     with pytest.raises(ShapeError, match=r"expert_out: expected float32 \[10, 4\]"):

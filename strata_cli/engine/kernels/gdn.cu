@@ -5,6 +5,7 @@
 #include "math32.cuh"
 #include "mma.cuh"
 #include "overlap.cuh"
+#include "special.cuh"
 
 // causal_conv_silu: out[t] = silu(sum over taps j, in order, of weight[j] * row t - (TAPS-1) + j)
 //   u, out [T,C] f32, history [TAPS-1,C] f32 (the rows before u; moves along), weight [C,TAPS] f32
@@ -318,13 +319,36 @@ __global__ void delta_rule(const float *c, const float *alpha, const float *beta
 extern "C" __global__ void gated_norm(const float *o, const float *z, const float *weight,
                                       float eps, float *out, long long num_rows, long long dim) {
     start_early();
+    constexpr int AT_ONCE = 8;
     const long long own = blockIdx.x * (blockDim.x / 16) + threadIdx.x / 16;
     const long long row = min(own, num_rows - 1);  // a spare half warp takes part in the sums
-    const float scale = rms_scale(o + row * dim, dim, eps);
+    o += row * dim;
+    z += row * dim;
+    out += row * dim;
+    float values[AT_ONCE], gates[AT_ONCE], weights[AT_ONCE];  // loaded together: all one latency
+    const auto load = [&](long long first) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const long long d = first + 16 * i;
+            values[i] = d < dim ? o[d] : 0.0f;
+            gates[i] = d < dim ? z[d] : 0.0f;
+            weights[i] = d < dim ? weight[d] : 0.0f;
+        }
+    };
+    load(lane16());
+    float squares = 0.0f;
+    for (long long first = lane16(); first < dim; first += 16 * AT_ONCE) {
+        if (first >= 16 * AT_ONCE) load(first);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) squares = fmaf(values[i], values[i], squares);
+    }
+    const float scale = rms_factor(fold16(squares), dim, eps);
     if (own >= num_rows) return;
-#pragma unroll 8
-    for (long long i = lane16(); i < dim; i += 16) {
-        const float normed = o[row * dim + i] * scale * weight[i];
-        out[row * dim + i] = normed * sigmoid32(z[row * dim + i]);
+    for (long long first = lane16(); first < dim; first += 16 * AT_ONCE) {
+        if (dim > 16 * AT_ONCE) load(first);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            if (first + 16 * i < dim)
+                out[first + 16 * i] = values[i] * scale * weights[i] * sigmoid_fast(gates[i]);
     }
 }

@@ -5,6 +5,7 @@
 #include "math32.cuh"
 #include "overlap.cuh"
 #include "pairs.cuh"
+#include "special.cuh"
 
 // Four values, or one, to a row and, where there is one, to its copy as f16 for the products.
 __device__ inline void put4(float *out, unsigned *rounded, long long d, float4 v) {
@@ -27,16 +28,38 @@ __device__ inline unsigned *rounded_row(unsigned short *rounded, bool wanted, lo
     return wanted ? reinterpret_cast<unsigned *>(rounded + first) : nullptr;
 }
 
+constexpr int NORM_THREADS = 256;  // of a block that norms a row: the order of sums hangs on it
+
+// Sum of squares of a row that lies in shared memory, complete: each thread every NORM_THREADS-th
+// four elements, in turn; then 32 lanes, folded 16 -> 8 -> ... -> 1; then the warps in turn.
+__device__ inline float sum_squares_of_row(const float *row, long long size) {
+    __shared__ float of_warps[NORM_THREADS / 32];
+    float own = 0.0f;
+    for (long long d = 4 * threadIdx.x; d < size; d += 4 * NORM_THREADS) {
+        if (d + 4 <= size) {
+            const float4 v = load4(row + d);
+            own = fmaf(v.x, v.x, own);
+            own = fmaf(v.y, v.y, own);
+            own = fmaf(v.z, v.z, own);
+            own = fmaf(v.w, v.w, own);
+        } else {
+            for (long long i = d; i < size; i++) own = fmaf(row[i], row[i], own);
+        }
+    }
+    own += __shfl_xor_sync(ALL_LANES, own, 16);
+    own = fold16(own);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = own;
+    __syncthreads();
+    float total = of_warps[0];
+#pragma unroll
+    for (int warp = 1; warp < NORM_THREADS / 32; warp++) total += of_warps[warp];
+    return total;
+}
+
 // The norm of a row that lies in shared memory, complete, by all threads of the block.
 __device__ inline void norm_row(const float *row, const float *weight, float eps, float *out,
                                 unsigned *rounded, long long size, bool wide) {
-    __shared__ float scale;
-    if (threadIdx.x < 32) {
-        const float factor = rms_scale(row, size, eps);
-        if (threadIdx.x == 0) scale = factor;
-    }
-    __syncthreads();
-    const float factor = scale;
+    const float factor = rms_factor(sum_squares_of_row(row, size), size, eps);
     if (wide) {
         for (long long d = 4 * threadIdx.x; d < size; d += 4 * blockDim.x) {
             const float4 v = load4(row + d), w = load4(weight + d);
@@ -52,7 +75,7 @@ __device__ inline void norm_row(const float *row, const float *weight, float eps
 
 // stream_norm: out = x / rms(x) * weight, each stream of a token on its own
 //   x [T,S,D] f32, weight [S,D] f32 -> out [T,S,D] f32 and, if wanted, rounded [T,S,D] f16
-//   grid (T*S), block any multiple of 32, shared D floats; moves 8 (10) * T*S*D bytes
+//   grid (T*S), block NORM_THREADS, shared D floats; moves 8 (10) * T*S*D bytes
 extern "C" __global__ void stream_norm(const float *x, const float *weight, float eps, float *out,
                                        unsigned short *rounded, long long num_streams,
                                        long long size, long long rounds) {
@@ -88,31 +111,31 @@ extern "C" __global__ void stream_mix(const float *gate, const float *normed, fl
     unsigned *half = rounded_row(rounded, rounds, blockIdx.x * size);
     const long long first = 4 * (blockIdx.y * static_cast<long long>(blockDim.x) + threadIdx.x);
     if (first >= size) return;
-    const float count = static_cast<float>(num_streams);
+    const float share = 1.0f / static_cast<float>(num_streams);
     if (is_wide(size, gate, normed, out) && is_wide(size, rounded)) {
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
         for (long long s = 0; s < num_streams; s++) {
             const float4 g = load4(gate + s * size + first), n = load4(normed + s * size + first);
-            total.x = fmaf(sigmoid32(g.x), n.x, total.x);
-            total.y = fmaf(sigmoid32(g.y), n.y, total.y);
-            total.z = fmaf(sigmoid32(g.z), n.z, total.z);
-            total.w = fmaf(sigmoid32(g.w), n.w, total.w);
+            total.x = fmaf(sigmoid_fast(g.x), n.x, total.x);
+            total.y = fmaf(sigmoid_fast(g.y), n.y, total.y);
+            total.z = fmaf(sigmoid_fast(g.z), n.z, total.z);
+            total.w = fmaf(sigmoid_fast(g.w), n.w, total.w);
         }
         put4(out, half, first,
-             make_float4(total.x / count, total.y / count, total.z / count, total.w / count));
+             make_float4(total.x * share, total.y * share, total.z * share, total.w * share));
     } else {
         for (long long d = first; d < min(first + 4, size); d++) {
             float total = 0.0f;
             for (long long s = 0; s < num_streams; s++)
-                total = fmaf(sigmoid32(gate[s * size + d]), normed[s * size + d], total);
-            put1(out, half, d, total / count);
+                total = fmaf(sigmoid_fast(gate[s * size + d]), normed[s * size + d], total);
+            put1(out, half, d, total * share);
         }
     }
 }
 
 __device__ inline float write_weight(float inject, long long num_streams) {
-    return 2.0f * sigmoid32(inject / static_cast<float>(num_streams));
+    return 2.0f * sigmoid_fast(inject / static_cast<float>(num_streams));
 }
 
 // stream_write: x[s] += 2 sigmoid(inject[s] / S) * out, in place
@@ -150,7 +173,7 @@ extern "C" __global__ void stream_write(float *x, const float *out, const float 
 // stream_write_norm: stream_write, then stream_norm of what was written, in one pass over x
 //   x [T,S,D] f32 in place, out [T,D], inject [T,S], weight [S,D] f32 -> normed [T,S,D] f32 and,
 //   if wanted, rounded [T,S,D] f16
-//   grid (T*S), shared D floats; moves (12 * S (14 * S) + 4) * T*D bytes
+//   grid (T*S), block NORM_THREADS, shared D floats; moves (12 * S (14 * S) + 4) * T*D bytes
 extern "C" __global__ void stream_write_norm(float *x, const float *out, const float *inject,
                                              const float *weight, float eps, float *normed,
                                              unsigned short *rounded, long long num_streams,

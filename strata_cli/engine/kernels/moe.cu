@@ -3,6 +3,7 @@
 #include "lanes.cuh"
 #include "math32.cuh"
 #include "overlap.cuh"
+#include "special.cuh"
 
 constexpr int LEAST = -2147483647 - 1;  // orders below every logit
 
@@ -64,10 +65,13 @@ struct Logits {
         id = -max_of_warp(best == order ? -best_id : LEAST);
     }
 
-    // Sum over all experts of exp(logit - largest), in the order of sum16.
+    // Sum over all experts of exp(logit - largest): each lane its own in turn, then folded.
     __device__ float sum_exp(float largest) const {
         float total = 0.0f;
-        for (long long e = lane16(); e < count; e += 16) total += exp32(row[e] - largest);
+#pragma unroll 16
+        for (long long e = threadIdx.x & 31; e < count; e += 32)
+            total += exp_fast(row[e] - largest);
+        total += __shfl_xor_sync(ALL_LANES, total, 16);
         return fold16(total);
     }
 };
@@ -90,7 +94,7 @@ __device__ inline void route_token(const float *logits, int *ids, float *weights
     const float total = all.sum_exp(largest);
     __syncwarp();
     for (int rank = lane; rank < top_k; rank += 32)
-        own[rank] = exp32(logits[own_ids[rank]] - largest) / total;
+        own[rank] = exp_fast(logits[own_ids[rank]] - largest) / total;
     __syncwarp();
     float sum = 0.0f;
     for (int rank = 0; rank < top_k; rank++) sum += own[rank];
@@ -212,6 +216,16 @@ extern "C" __global__ void order_by_expert(const int *ids, int *expert_start, in
     }
 }
 
+// relabel: the rank of each pair's expert
+//   ids [P] i32, rank_of [E] i32 -> ranks [P] i32, which may be ids
+//   grid (P / block); moves 8 * P bytes
+extern "C" __global__ void relabel(const int *ids, const int *rank_of, int *ranks,
+                                   long long num_pairs) {
+    start_early();
+    const long long pair = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+    if (pair < num_pairs) ranks[pair] = rank_of[ids[pair]];
+}
+
 // swiglu: out = silu(gate) * up; out may be gate or up
 //   gate, up, out [n] f32; grid (n / (4 * block)), each thread 4 elements; moves 12 * n bytes
 extern "C" __global__ void swiglu(const float *gate, const float *up, float *out, long long n) {
@@ -248,11 +262,11 @@ extern "C" __global__ void combine(const float *expert_out, const int *pair_of,
     weights += token * top_k;
     shared_out += token * size;
     out += token * size;
-    const float gate = sigmoid32(shared_logit[token]);
+    const float gate = sigmoid_fast(shared_logit[token]);
     if (is_wide(size, expert_out, shared_out, out)) {
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 5
-        for (long long rank = 0; rank < top_k; rank++)
+#pragma unroll 10
+        for (int rank = 0; rank < static_cast<int>(top_k); rank++)
             total =
                 add_scaled(weights[rank], load4(expert_out + pair_of[rank] * size + first), total);
         store4(out + first, add_scaled(gate, load4(shared_out + first), total));

@@ -15,7 +15,8 @@ __device__ inline float inverse_fast(float x) {
     return y;
 }
 
+// e**x
+__device__ inline float exp_fast(float x) { return exp2_fast(x * 1.4426950408889634f); }
+
 // 1 / (1 + e**-x)
-__device__ inline float sigmoid_fast(float x) {
-    return inverse_fast(1.0f + exp2_fast(x * -1.4426950408889634f));
-}
+__device__ inline float sigmoid_fast(float x) { return inverse_fast(1.0f + exp_fast(-x)); }
