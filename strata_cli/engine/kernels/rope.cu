@@ -12,18 +12,31 @@ extern "C" __global__ void head_norm_rope(const float *src, const float *weight,
                                           long long num_rows, long long num_heads, long long stride,
                                           long long dim, long long half) {
     start_early();
+    constexpr int AT_ONCE = 16;  // elements of a lane that are loaded together: one latency
     extern __shared__ float normed[];
     const long long own = blockIdx.x * (blockDim.x / 16) + threadIdx.x / 16;
     const long long row = min(own, num_rows - 1);  // a spare half warp takes part in the sums
     float *head = normed + threadIdx.x / 16 * dim;
     src += row * stride;
-    const float scale = rms_scale(src, dim, eps);
-#pragma unroll 4
-    for (long long i = lane16(); i < dim; i += 16) head[i] = src[i] * scale * weight[i];
+    const long long position = positions[row / num_heads];
+    float squares = 0.0f;
+    for (long long first = lane16(); first < dim; first += 16 * AT_ONCE) {
+        float values[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            values[i] = first + 16 * i < dim ? src[first + 16 * i] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            squares = fmaf(values[i], values[i], squares);
+            if (first + 16 * i < dim) head[first + 16 * i] = values[i];
+        }
+    }
+    const float scale = rms_factor(fold16(squares), dim, eps);
+#pragma unroll 16
+    for (long long i = lane16(); i < dim; i += 16) head[i] = head[i] * scale * weight[i];
     __syncwarp();
     if (own >= num_rows) return;
-    const long long position = positions[row / num_heads];
-#pragma unroll 4
+#pragma unroll 16
     for (long long i = lane16(); i < dim; i += 16)
         out[row * dim + i] = turned(head, table, position, half, i);
 }
