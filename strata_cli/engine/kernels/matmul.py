@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.dequant import dequantizer
+from strata_cli.engine.kernels.few import FEW_COLUMNS, few_plan
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.pointers import (
     address_of,
@@ -29,11 +30,9 @@ from strata_cli.engine.kernels.pointers import (
     free_bytes,
 )
 from strata_cli.engine.kernels.products import (
-    FEW_COLUMNS,
     Matrix,
     Unit,
     alignment,
-    decode_plan,
     dense_matrix,
     grouped_many_plan,
     many_plan,
@@ -229,7 +228,7 @@ def matmul(
         stream.launch(kernel, launch, x, rounded, weight.data, out, *numbers)
         return
     passes = blocks(tokens, FEW_COLUMNS)
-    plan = decode_plan(matrix, tokens, passes, shared_limit(stream))
+    plan = few_plan((matrix,), tokens, passes, shared_limit(stream))
     kernel = _kernel(_bind_matmul, _matmul_reference, plan.unit)
     launch = plan.launch(items, grain, early=True)
     stream.launch(kernel, launch, x, weight.data, out, *numbers)
@@ -330,6 +329,12 @@ def _bind_grouped_many(x: Floats, _rounded: Halves, *args: Any) -> tuple[Any, ..
     return _bind_grouped(x, *args)
 
 
+def _coarse(pairs: int) -> int:
+    """At least so many, in few enough steps that plans are found again."""
+    step = max(16, 1 << max(pairs.bit_length() - 4, 0))
+    return blocks(pairs, step) * step
+
+
 def grouped_matmul(
     stream: Stream,
     x: Tensor,
@@ -339,10 +344,12 @@ def grouped_matmul(
     expert_start: Tensor,
     out: Tensor,
     rounded: Tensor | None = None,
+    num_pairs: int | None = None,
 ) -> None:
     """Enqueue one product per routed pair of a token and an expert, grouped by expert.
 
-    Each pair has the bits of ``matmul`` with its expert.
+    Each pair has the bits of ``matmul`` with its expert. Experts that follow each other may be
+    given without the others: then only their pairs' rows of ``out`` are written.
 
     Args:
         stream: where it runs.
@@ -351,9 +358,10 @@ def grouped_matmul(
             is a multiple of 16, or of the largest power of two that divides a row's bytes.
         layout: the matrix inside every blob, N rows of K weights.
         row_of: row of x that each pair reads, int32 [P], pairs sorted by expert.
-        expert_start: first pair of each expert and, last, P: int32 [E + 1].
-        out: float32 [P, N], overwritten; must not overlap x.
+        expert_start: first pair of each expert and end of the last one's, at most P: int32 [E + 1].
+        out: float32 [P, N]; the experts' pairs are overwritten; must not overlap x.
         rounded: x as ``round_rows`` left it, float16 [R, K]; makes many pairs fast.
+        num_pairs: of all these experts; None: P.
 
     Raises:
         ShapeError: extents or types do not fit.
@@ -364,6 +372,8 @@ def grouped_matmul(
     expect("grouped_matmul row_of", row_of, (pairs,), np.int32)
     expect("grouped_matmul expert_start", expert_start, (experts + 1,), np.int32)
     expect("grouped_matmul out", out, (pairs, layout.rows))
+    if num_pairs is not None:
+        pairs = min(pairs, _coarse(num_pairs))
     if pairs == 0:
         return
     items = _row_tiles(layout.rows)
@@ -381,7 +391,7 @@ def grouped_matmul(
         launch = plan.launch(items, grain)
         stream.launch(kernel, launch, x, rounded, blobs, row_of, expert_start, out, *numbers)
         return
-    plan = decode_plan(matrix, x.shape[0], pairs, limit, experts)
+    plan = few_plan((matrix,), x.shape[0], pairs, limit, experts)
     kernel = _kernel(_bind_grouped, _grouped_reference, plan.unit)
     launch = plan.launch(items, grain, early=True)
     stream.launch(kernel, launch, x, blobs, row_of, expert_start, out, *numbers)

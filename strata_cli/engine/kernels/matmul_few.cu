@@ -7,218 +7,150 @@
 // within a slice the products of weights.cuh, step after step, into float32 sums that start at
 // zero; then total = 0 + slice 0 + slice 1 + ... . Activations are rounded to f16.
 //
-// A warp makes ROWS weight rows of one slice for up to eight tokens. Lanes (g, t) copy rows g and
-// g + 8 of the slice to the warp's own shared memory, all at once, and then decode from there; so
-// every load is 16 bytes and as much is in flight as fits. Warps of a block share a tile of rows,
-// a slice each, or make several tiles.
+// Few blocks per multiprocessor, small enough that some of the next launch fit beside them and copy
+// their first weights early. One warp copies stage after stage into a ring of slots (spans.cuh);
+// teams of the other warps take tiles of ROWS weight rows in turns, a slice to a warp. x is in shared
+// memory once. One launch may make several matrices that share x, of up to three kinds.
+#include "activations.cuh"
 #include "mma.cuh"
 #include "overlap.cuh"
+#include "spans.cuh"
 #include "weights.cuh"
 
-// Lanes that copy a row together. Many make long requests, which memory behind a link needs; four
-// make no lane idle in short rows.
-#ifndef COPY_LANES
-#define COPY_LANES 4
-#endif
-
-// With AHEAD a block goes through several groups of tiles and loads x and code book once; a warp
-// has one slice. It is the number of groups whose rows are in shared memory or on their way there.
-#ifndef AHEAD
-#define AHEAD 0
-#endif
-constexpr int BUFFERS = AHEAD ? AHEAD : 1;
-
-template <int TYPE>
-constexpr int BOOK_BYTES = 4 * BOOK_COPIES<TYPE> * Codec<TYPE>::BOOK;
-
-struct Shape {
-    int rows, cols, slice, warps_per_tile;
-    int chunks;   // of 16 bytes, from one row in shared memory to the next
-    int columns;  // tokens at a time, at most eight
-
-    // As a product, so that the compiler sees its alignment and can load 16 bytes at a time.
-    __device__ int pitch() const { return 16 * chunks; }
+// How a matrix is compiled for: its type, the weights a lane owns, what divides its rows' addresses.
+template <int TYPE_, int LANE_, int ALIGN_>
+struct Kind {
+    static constexpr int TYPE = TYPE_, LANE = LANE_, ALIGN = ALIGN_;
+    using R = Rows<TYPE, LANE>;
 };
 
-// One matrix and the tokens it is multiplied with.
-struct Job {
-    const unsigned char *matrix;
-    const int *row_of;  // row of x of each token; null: token i reads row i
-    int first, count;   // tokens first .. first + count, which are also the rows of out
+// Calls todo with the kind of that index.
+template <class First, class... Others, class Todo>
+__device__ inline void with_kind(int kind, const Todo &todo) {
+    if constexpr (sizeof...(Others) == 0)
+        todo(First());
+    else if (kind == 0)
+        todo(First());
+    else
+        with_kind<Others...>(kind - 1, todo);
+}
+
+struct Matrix {
+    const unsigned char *data;
+    float *out;
+    int rows, kind, first_tile;
 };
 
-// The parts of a block's shared memory, in order: code book, each warp's rows and x, partial sums.
-template <int TYPE, int ROWS>
-struct Parts {
-    static constexpr int PLANES = TYPE == F32 ? 2 : 1;
-    unsigned char *rows;
-    uint4 *x;
-    float *sums;
+// How a kind's rows are cut: weights of a slice, slices of a row; the rest as in Cut.
+struct Plan {
+    int slice, slices, part_slices, span_shift, chunks;
+};
 
-    __device__ Parts(unsigned char *after_book, const Shape &shape, int warp, int warps) {
-        const int row_bytes = BUFFERS * ROWS * shape.pitch();
-        const int x_bytes = shape.slice / 32 * shape.columns * 64 * PLANES;
-        rows = after_book + warp * (row_bytes + x_bytes);
-        x = reinterpret_cast<uint4 *>(rows + row_bytes);
-        sums = reinterpret_cast<float *>(after_book + warps * (row_bytes + x_bytes));
+__device__ inline Plan plan_from(long long slice, long long slices, long long part_slices,
+                                 long long span_shift, long long chunks) {
+    return {static_cast<int>(slice), static_cast<int>(slices), static_cast<int>(part_slices),
+            static_cast<int>(span_shift), static_cast<int>(chunks)};
+}
+
+// What the host chose for a launch: warps of a team, slots of the ring and 16 bytes of each, stages
+// of a tile.
+struct Layout {
+    int team_warps, slots, slot_chunks, parts;
+};
+
+__device__ inline Layout layout_from(long long team_warps, long long slots, long long slot_chunks,
+                                     long long parts) {
+    return {static_cast<int>(team_warps), static_cast<int>(slots), static_cast<int>(slot_chunks),
+            static_cast<int>(parts)};
+}
+
+// The matrices of a launch.
+template <int ROWS, int MATRICES, class... Kinds>
+struct Work {
+    static constexpr int KINDS = sizeof...(Kinds);
+    Matrix matrices[MATRICES];
+    Plan plans[KINDS];
+    Layout layout;
+    int cols, tiles;
+
+    // After all else.
+    __device__ void number_tiles() {
+        tiles = 0;
+#pragma unroll
+        for (int i = 0; i < MATRICES; i++) {
+            matrices[i].first_tile = tiles;
+            tiles += (matrices[i].rows + ROWS - 1) / ROWS;
+        }
+    }
+
+    __device__ Matrix matrix_of(int tile) const {
+        Matrix found = matrices[0];
+#pragma unroll
+        for (int i = 1; i < MATRICES; i++)
+            if (matrices[i].rows && tile >= matrices[i].first_tile) found = matrices[i];
+        return found;
+    }
+
+    __device__ Plan plan_of(int kind) const {
+        Plan plan = plans[0];
+#pragma unroll
+        for (int i = 1; i < KINDS; i++)
+            if (kind == i) plan = plans[i];
+        return plan;
+    }
+
+    __device__ int most_slices() const {
+        int most = plans[0].slices;
+#pragma unroll
+        for (int i = 1; i < KINDS; i++) most = max(most, plans[i].slices);
+        return most;
+    }
+
+    __device__ Cut cut_of(int kind) const {
+        const Plan plan = plan_of(kind);
+        Cut cut;
+        with_kind<Kinds...>(kind, [&](auto as) {
+            using R = typename decltype(as)::R;
+            cut.row = R::bytes(cols);
+            cut.slice = R::bytes(plan.slice);
+            cut.fill = R::IS_FLOAT ? R::bytes((cols + 31) / 32 * 32 - cols) : 0;
+        });
+        cut.part_slices = plan.part_slices;
+        cut.parts = layout.parts;
+        cut.span_shift = plan.span_shift;
+        cut.chunks = plan.chunks;
+        return cut;
     }
 };
 
-// Where a row of a slice begins in its 16 bytes, as far as its type and alignment leave that open.
-template <int TYPE, int LANE, int ALIGN>
-__device__ inline int phase_of(const unsigned char *row) {
-    using R = Rows<TYPE, LANE>;
-    constexpr int align = stage_alignment(ALIGN, R::bytes(256));
-    if constexpr (align == 16 && R::STEPS == 8) return 0;
-    const int phase = static_cast<int>(reinterpret_cast<unsigned long long>(row) & 15);
-    return phase / align * align;
-}
+// Warps of a block that make a tile together.
+struct Team {
+    int warps, number, warp, count;  // warp: of the calling thread, in the team; count: of teams
 
-template <int TYPE, int LANE>
-__device__ inline const unsigned char *row_of_slice(const Shape &shape, const Job &job, int row,
-                                                    int first_k) {
-    using R = Rows<TYPE, LANE>;
-    const long long row_bytes = R::bytes(shape.cols);
-    return job.matrix + min(row, shape.rows - 1) * row_bytes + R::bytes(first_k);
-}
-
-// Starts the copies of ROWS rows of a slice.
-template <int TYPE, int LANE, int ROWS, int ALIGN>
-__device__ inline void copy_rows(unsigned char *shared, const Shape &shape, const Job &job,
-                                 int first_row, int first_k) {
-    using R = Rows<TYPE, LANE>;
-    constexpr bool whole = stage_alignment(ALIGN, R::bytes(256)) == 16 && R::STEPS == 8;
-    constexpr int COPY_UNROLL = COPY_LANES > 4 ? 1 : 4;  // long code is slow to arrive, too
-    constexpr int at_once = 32 / COPY_LANES, stride = 16 * COPY_LANES;
-    const int lane = threadIdx.x & 31, first = 16 * (lane % COPY_LANES);
-    const int length = min(shape.slice, shape.cols - first_k);
-#pragma unroll
-    for (int pass = 0; pass < ROWS; pass += at_once) {
-        const int row = pass + lane / COPY_LANES;
-        const unsigned char *from = row_of_slice<TYPE, LANE>(shape, job, first_row + row, first_k);
-        const int phase = phase_of<TYPE, LANE, ALIGN>(from);
-        from -= phase;
-        unsigned char *to = shared + row * shape.pitch();
-        const int end = phase + R::bytes(length);
-        if constexpr (whole) {
-#pragma unroll COPY_UNROLL
-            for (int at = first; at < end; at += stride) copy_async(to + at, from + at);
-        } else {
-            // Up to the end of a step of float weights, which may lie beyond the row.
-            const int filled = R::IS_FLOAT ? phase + R::bytes((length + 31) / 32 * 32) : end;
-#pragma unroll COPY_UNROLL
-            for (int at = first; at < filled; at += stride)
-                copy_async(to + at, at < end ? from + at : from, max(0, min(16, end - at)));
-        }
+    __device__ Team(int warps, int all_warps)
+        : warps(warps),
+          number(threadIdx.x / 32 / warps),
+          warp(threadIdx.x / 32 % warps),
+          count(all_warps / warps) {}
+    __device__ int threads() const { return 32 * warps; }
+    __device__ int thread() const { return 32 * warp + (threadIdx.x & 31); }
+    __device__ void wait() const {
+        if (warps == 1)
+            __syncwarp();
+        else
+            team_barrier(1 + number, threads());
     }
-}
+};
 
-// Where the lane's rows g, g + 8 of a slice begin in their 16 bytes.
-template <int TYPE, int LANE, int ROWS, int ALIGN>
-__device__ inline void find_phases(int (&phase)[ROWS / 8], const Shape &shape, const Job &job,
-                                   int first_row, int first_k) {
-    const int g = (threadIdx.x & 31) / 4;
-#pragma unroll
-    for (int half = 0; half < ROWS / 8; half++)
-        phase[half] = phase_of<TYPE, LANE, ALIGN>(
-            row_of_slice<TYPE, LANE>(shape, job, first_row + 8 * half + g, first_k));
-}
+// A place in the ring, and how often the ring was gone through before, even or odd.
+struct Turn {
+    int slot;
+    unsigned parity;
 
-// Eight activations of a row, zeros beyond its end.
-__device__ inline void load_eight(const float *row, int k, int cols, bool wide, float (&v)[8]) {
-    if (wide && k + 8 <= cols) {
-        const float4 a = *reinterpret_cast<const float4 *>(row + k);
-        const float4 b = *reinterpret_cast<const float4 *>(row + k + 4);
-        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-        v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; i++) v[i] = k + i < cols ? row[k + i] : 0.0f;
+    __device__ void go_on(int stages, int slots) {
+        for (slot += stages; slot >= slots; slot -= slots) parity ^= 1;
     }
-}
-
-__device__ inline uint4 rounded(const float (&v)[8]) {
-    return make_uint4(pair_of(v[0], v[1]), pair_of(v[2], v[3]), pair_of(v[4], v[5]),
-                      pair_of(v[6], v[7]));
-}
-
-// What rounding to f16 left over.
-__device__ inline void subtract(float (&v)[8], const uint4 &high) {
-    const unsigned pairs[4] = {high.x, high.y, high.z, high.w};
-#pragma unroll
-    for (int i = 0; i < 8; i++) v[i] -= float_of(pairs[i / 2] >> 16 * (i & 1));
-}
-
-#if AHEAD
-// load_x of whole steps at aligned addresses: four octets of a lane are on their way at once,
-// of one row or of several.
-template <int TYPE, int LANE>
-__device__ inline void load_whole_x(uint4 *shared, const Shape &shape, const Job &job,
-                                    const float *x, int first_k, int steps) {
-    using R = Rows<TYPE, LANE>;
-    constexpr int together = 4;
-    const int octets = 4 * steps, items = octets * job.count;
-    for (int first = threadIdx.x & 31; first < items; first += 32 * together) {
-        float v[together][8];
-#pragma unroll
-        for (int i = 0; i < together; i++) {
-            const int item = min(first + 32 * i, items - 1), column = item / octets;
-            const int token = job.first + column;
-            const long long row = job.row_of ? job.row_of[token] : token;
-            const float4 *from = reinterpret_cast<const float4 *>(x + row * shape.cols + first_k +
-                                                                  8 * (item - column * octets));
-            const float4 a = from[0], b = from[1];
-            v[i][0] = a.x, v[i][1] = a.y, v[i][2] = a.z, v[i][3] = a.w;
-            v[i][4] = b.x, v[i][5] = b.y, v[i][6] = b.z, v[i][7] = b.w;
-        }
-#pragma unroll
-        for (int i = 0; i < together; i++) {
-            const int item = first + 32 * i, column = item / octets;
-            if (item >= items) break;
-            const int octet = item - column * octets, in_span = octet % (4 * R::OCTETS);
-            const int step = octet / (4 * R::OCTETS) * R::OCTETS + in_span % R::OCTETS;
-            const int at = (step * job.count + column) * 4 + in_span / R::OCTETS;
-            shared[at] = rounded(v[i]);
-            if constexpr (TYPE == F32) {
-                subtract(v[i], shared[at]);
-                shared[at + steps * job.count * 4] = rounded(v[i]);
-            }
-        }
-    }
-}
-#endif
-
-// The slice of the job's activations as f16, as the lanes need it: [step][column][t] of 16 bytes.
-template <int TYPE, int LANE>
-__device__ inline void load_x(uint4 *shared, const Shape &shape, const Job &job, const float *x,
-                              int first_k) {
-    using R = Rows<TYPE, LANE>;
-    const int length = min(shape.slice, shape.cols - first_k), steps = (length + 31) / 32;
-    const bool wide = ((reinterpret_cast<unsigned long long>(x) | 4 * shape.cols) & 15) == 0;
-#if AHEAD
-    if (wide && length % 32 == 0) {
-        load_whole_x<TYPE, LANE>(shared, shape, job, x, first_k, steps);
-        return;
-    }
-#endif
-    for (int column = 0; column < job.count; column++) {
-        const int token = job.first + column;
-        const long long row = job.row_of ? job.row_of[token] : token;
-#pragma unroll 2
-        for (int octet = threadIdx.x & 31; octet < 4 * steps; octet += 32) {
-            const int in_span = octet % (4 * R::OCTETS);
-            const int step = octet / (4 * R::OCTETS) * R::OCTETS + in_span % R::OCTETS;
-            const int at = (step * job.count + column) * 4 + in_span / R::OCTETS;
-            float v[8];
-            load_eight(x + row * shape.cols, first_k + 8 * octet, shape.cols, wide, v);
-            shared[at] = rounded(v);
-            if constexpr (TYPE == F32) {
-                subtract(v, shared[at]);
-                shared[at + steps * job.count * 4] = rounded(v);
-            }
-        }
-    }
-}
+};
 
 template <int ROWS>
 __device__ inline void multiply_step(float (&sums)[4], const Octet (&w)[ROWS / 8], const uint4 &x) {
@@ -257,34 +189,74 @@ __device__ inline Octet rest_of(const Staged<ALIGN> &row, int octet, const Octet
     return rest;
 }
 
+// Where row `row` of a stage begins its slice `slice` of the stage.
+template <class Kind>
+__device__ inline Staged<Kind::ALIGN> staged_row(const unsigned char *slot, const Cut &cut,
+                                                 const Stage &stage, int row, int slice) {
+    constexpr int align = stage_alignment(Kind::ALIGN, Kind::R::bytes(256));
+    const int span = row >> cut.span_shift;
+    const unsigned char *start = span_start(cut, stage, span);
+    const int offset = static_cast<int>(start - line_of(start, stage.data)) +
+                       (row - (span << cut.span_shift)) * cut.row + slice * cut.slice;
+    return {slot + span * cut.chunks * 16, offset / align * align};
+}
+
+// The pairs of a block, and where the matrices of their expert begin.
+struct Found {
+    long long blobs[2];
+    int first, count;
+    int source[8];  // the row of x of each pair
+};
+
+// Finds the pairs of these experts from the blockIdx.x-th on, by all threads; whether the block has
+// any to make.
+__device__ inline bool find_pairs(Found &found, const int *row_of, const int *expert_start,
+                                  int experts, int columns, const long long *first_blobs,
+                                  const long long *second_blobs) {
+    wait_for_launches_ahead();
+    const int pair = expert_start[0] + blockIdx.x, all_pairs = expert_start[experts];
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        const int start = expert_start[e], end = expert_start[e + 1];
+        const long long first = first_blobs[e], second = second_blobs[e];
+        if (start > pair || pair >= end) continue;
+        found.blobs[0] = first, found.blobs[1] = second;
+        found.first = pair;
+        found.count = (pair - start) % columns ? 0 : min(columns, end - pair);
+    }
+    if (threadIdx.x < columns && pair + threadIdx.x < all_pairs)
+        found.source[threadIdx.x] = row_of[pair + threadIdx.x];
+    if (pair >= all_pairs) return false;
+    __syncthreads();
+    return found.count > 0;
+}
+
 // All steps of a slice whose rows and activations lie in shared memory.
-template <int TYPE, int LANE, int ROWS, int ALIGN, class Book>
-__device__ inline void multiply_slice(float (&sums)[4], const unsigned char *rows, const uint4 *x,
-                                      const Shape &shape, int length, int count,
-                                      const int (&phase)[ROWS / 8], Book book) {
-    using R = Rows<TYPE, LANE>;
-    const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3, steps = (length + 31) / 32;
-    const uint4 *own_x = x + min(g, count - 1) * 4 + t;
+template <int ROWS, class Kind, class Book>
+__device__ inline void multiply_slice(float (&sums)[4], const Staged<Kind::ALIGN> (&rows)[ROWS / 8],
+                                      const uint4 *x, int rest, int steps, int count, Book book) {
+    using R = typename Kind::R;
+    constexpr int TYPE = Kind::TYPE, LANE = Kind::LANE, ALIGN = Kind::ALIGN;
+    const int t = threadIdx.x & 3;
     for (int first = 0; first < steps; first += R::STEPS) {
         RowScale scale[ROWS / 8];
         Staged<ALIGN> row[ROWS / 8];
 #pragma unroll
         for (int half = 0; half < ROWS / 8; half++)
-            row[half] = {rows + (8 * half + g) * shape.pitch(), phase[half] + R::bytes(32 * first)};
+            row[half] = {rows[half].base, rows[half].offset + R::bytes(32 * first)};
 #pragma unroll
         for (int i = 0; i < R::STEPS; i++) {
             Octet w[ROWS / 8];
-            const uint4 activations = own_x[(first + i) * count * 4];
+            const uint4 activations = x[(first + i) * count * 4];
 #pragma unroll
             for (int half = 0; half < ROWS / 8; half++)
                 w[half] = decode<TYPE, LANE, ALIGN>(row[half], i, t, book, scale[half]);
             if constexpr (TYPE == F32) {
-                Octet rest[ROWS / 8];
+                Octet rests[ROWS / 8];
 #pragma unroll
                 for (int half = 0; half < ROWS / 8; half++)
-                    rest[half] = rest_of(row[half], R::k_of(i, t) / 8, w[half]);
-                multiply_split<ROWS>(sums, w, rest, activations,
-                                     own_x[(steps + first + i) * count * 4]);
+                    rests[half] = rest_of(row[half], R::k_of(i, t) / 8, w[half]);
+                multiply_split<ROWS>(sums, w, rests, activations,
+                                     x[rest + (first + i) * count * 4]);
             } else {
                 multiply_step<ROWS>(sums, w, activations);
             }
@@ -303,160 +275,286 @@ __device__ inline void store_sums(float *to, const float (&sums)[4], int count) 
     }
 }
 
-// Adds up the slices of a group of tiles.
-template <int TYPE, int ROWS>
-__device__ inline void add_slices(const float *sums, const Shape &shape, const Job &job,
-                                  int first_row, int tiles, int slices, float *out) {
-    for (int i = threadIdx.x; i < tiles * ROWS * job.count; i += blockDim.x) {
-        const int row = i % (tiles * ROWS), column = i / (tiles * ROWS);
-        const int n = first_row + row;
-        if (n >= shape.rows) continue;
-        const float *part = sums + (row / ROWS * slices * ROWS + row % ROWS) * job.count + column;
+// Adds up the slices of a tile.
+template <int ROWS>
+__device__ inline void add_slices(const float *sums, const Team &team, const Matrix &matrix,
+                                  const Columns &columns, int first_row, int slices, float gain) {
+    const int values = ROWS * columns.count;
+    for (int i = team.thread(); i < values; i += team.threads()) {
+        const int row = i % ROWS, column = i / ROWS, n = first_row + row;
+        if (n >= matrix.rows) continue;
+        const float *part = sums + row * columns.count + column;
         float total = 0.0f;
 #pragma unroll 4
-        for (int slice = 0; slice < slices; slice++) total += part[slice * ROWS * job.count];
-        out[static_cast<long long>(job.first + column) * shape.rows + n] = total / GAIN<TYPE>;
+        for (int slice = 0; slice < slices; slice++) total += part[slice * values];
+        const long long token = columns.first + column;
+        matrix.out[token * matrix.rows + n] = total / gain;
     }
 }
 
-#if AHEAD
-// Sums are kept twice, so that one barrier per group is enough.
-template <int TYPE, int LANE, int ROWS, int ALIGN>
-__device__ inline void few(const Shape &shape, const Job &job, const float *x, float *out,
-                           unsigned *all_shared) {
-    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    const int tiles = warps / shape.warps_per_tile, tile = warp / shape.warps_per_tile;
-    const int slices = shape.warps_per_tile, slice = warp % slices, first_k = slice * shape.slice;
-    const int groups = (shape.rows + tiles * ROWS - 1) / (tiles * ROWS);
-    const int length = min(shape.slice, shape.cols - first_k), buffer_bytes = ROWS * shape.pitch();
-    const Parts<TYPE, ROWS> parts(reinterpret_cast<unsigned char *>(all_shared) + BOOK_BYTES<TYPE>,
-                                  shape, warp, warps);
-    const int own = tile * ROWS, all_sums = tiles * slices * ROWS * job.count;
+// Shared memory of a block: code book, slots, planes of x, two sets of partial sums of every team (so
+// that one barrier per tile is enough), gates of every slot.
+template <int ROWS, class... Kinds>
+struct Shared {
+    static constexpr int BOOK_TYPE = (0 | ... | (Codec<Kinds::TYPE>::BOOK ? Kinds::TYPE : 0));
+    static constexpr int BOOK_CHUNKS = BOOK_TYPE ? 1024 : 0;
+    unsigned *book;
+    unsigned char *slots;
+    uint4 *planes;
+    float *sums;
+    int plane, set;  // 16 bytes of a plane, floats of a set
+    unsigned long long *full, *empty;
+
+    __device__ Shared(uint4 *shared, const Layout &layout, int cols, int columns, int slices,
+                      int teams) {
+        book = reinterpret_cast<unsigned *>(shared);
+        slots = reinterpret_cast<unsigned char *>(shared + BOOK_CHUNKS);
+        planes = shared + BOOK_CHUNKS + layout.slots * layout.slot_chunks;
+        plane = (cols + 31) / 32 * 4 * columns;
+        sums = reinterpret_cast<float *>(planes + Planes<Kinds...>::COUNT * plane);
+        set = slices * ROWS * columns;
+        full = reinterpret_cast<unsigned long long *>(sums + 2 * teams * set);
+        empty = full + layout.slots;
+    }
+};
+
+// The tiles of one team: multiplies what has come, and writes the results.
+template <class Shared, int ROWS, int MATRICES, class... Kinds>
+__device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, const Shared &shared,
+                                  const Columns &columns, const Team &team) {
+    using Places = Planes<Kinds...>;
+    const Layout &layout = work.layout;
+    const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3, count = columns.count;
+    const Book<BOOK_COPIES<Shared::BOOK_TYPE>> book = {
+        shared.book + threadIdx.x % BOOK_COPIES<Shared::BOOK_TYPE>};
+    const int apart = gridDim.y * team.count;
+    int flip = 2 * team.number;
+    Turn turn = {0, 0};
+    turn.go_on(team.number * layout.parts, layout.slots);
 #pragma unroll 1
-    for (int i = 0; i < BUFFERS; i++) {
-        const int group = blockIdx.y + i * gridDim.y;
-        if (group < groups)
-            copy_rows<TYPE, LANE, ROWS, ALIGN>(parts.rows + i * buffer_bytes, shape, job,
-                                               group * tiles * ROWS + own, first_k);
-        commit_copies();
+    for (int tile = blockIdx.y + gridDim.y * team.number; tile < work.tiles; tile += apart) {
+        const Matrix matrix = work.matrix_of(tile);
+        const Plan plan = work.plan_of(matrix.kind);
+        const Cut cut = work.cut_of(matrix.kind);
+        const int first_row = (tile - matrix.first_tile) * ROWS;
+        float *sums = shared.sums + flip * shared.set;
+#pragma unroll 1
+        for (int part = 0; part < layout.parts; part++) {
+            const Stage stage = {matrix.data, matrix.rows, first_row,
+                                 min(ROWS, matrix.rows - first_row), part};
+#if BULK
+            unsigned char *slot = shared.slots + turn.slot * layout.slot_chunks * 16;
+            pass_gate(shared.full + turn.slot, turn.parity);
+#else
+            unsigned char *slot = shared.slots + team.number * layout.slot_chunks * 16;
+            start_stage<ROWS>(slot, cut, stage, team.thread(), team.threads());
+            commit_copies();
+            wait_copies<0>();
+            team.wait();
+#endif
+            const int begin = part * plan.part_slices;
+            const int end = min(begin + plan.part_slices, plan.slices);
+            with_kind<Kinds...>(matrix.kind, [&](auto as) {
+                using Own = decltype(as);
+                constexpr int own = Places::of(Own::LANE);
+#pragma unroll 1
+                for (int slice = begin + team.warp; slice < end; slice += team.warps) {
+                    const int first_k = slice * plan.slice;
+                    const int length = min(plan.slice, work.cols - first_k);
+                    Staged<Own::ALIGN> rows[ROWS / 8];
+#pragma unroll
+                    for (int half = 0; half < ROWS / 8; half++)
+                        rows[half] = staged_row<Own>(
+                            slot, cut, stage, min(8 * half + g, stage.rows - 1), slice - begin);
+                    float part_sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                    const int at = (first_k / 32 * count + min(g, count - 1)) * 4 + t;
+                    multiply_slice<ROWS, Own>(
+                        part_sums, rows, shared.planes + own * shared.plane + at,
+                        (Places::REST - own) * shared.plane, (length + 31) / 32, count, book);
+                    store_sums<ROWS>(sums + slice * ROWS * count, part_sums, count);
+                }
+            });
+#if BULK
+            __syncwarp();
+            if ((threadIdx.x & 31) == 0) arrive(shared.empty + turn.slot);
+            turn.go_on(part + 1 < layout.parts ? 1 : (team.count - 1) * layout.parts + 1,
+                       layout.slots);
+#else
+            team.wait();
+#endif
+        }
+        team.wait();
+        float gain = 1.0f;
+        with_kind<Kinds...>(matrix.kind, [&](auto as) { gain = GAIN<decltype(as)::TYPE>; });
+        add_slices<ROWS>(sums, team, matrix, columns, first_row, plan.slices, gain);
+        flip ^= 1;
     }
-    const auto book = load_book<TYPE, BOOK_COPIES<TYPE>>(all_shared);
-    wait_for_launches_ahead();  // weights may come earlier: no launch writes them
-    load_x<TYPE, LANE>(parts.x, shape, job, x, first_k);
-    if (Codec<TYPE>::BOOK) __syncthreads();
-    int turn = 0;
-    for (int group = blockIdx.y; group < groups; group += gridDim.y, turn ^= 1) {
-        const int first_row = group * tiles * ROWS;
-        unsigned char *rows = parts.rows + (BUFFERS == 2 ? turn * buffer_bytes : 0);
-        float *all = parts.sums + turn * all_sums;
-        int phase[ROWS / 8];
-        find_phases<TYPE, LANE, ROWS, ALIGN>(phase, shape, job, first_row + own, first_k);
-        wait_copies<BUFFERS - 1>();
-        __syncwarp();
-        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        multiply_slice<TYPE, LANE, ROWS, ALIGN>(sums, rows, parts.x, shape, length, job.count,
-                                                phase, book);
-        store_sums<ROWS>(all + (tile * slices + slice) * ROWS * job.count, sums, job.count);
-        __syncwarp();
-        const int next = group + BUFFERS * gridDim.y;
-        if (next < groups)
-            copy_rows<TYPE, LANE, ROWS, ALIGN>(rows, shape, job, next * tiles * ROWS + own,
-                                               first_k);
-        commit_copies();
+}
+
+#if BULK
+// The stages of all tiles of the block, one after the other, each into the next slot; by one warp.
+// Those that the ring holds start before the block's first barrier.
+template <class Shared, int ROWS, int MATRICES, class... Kinds>
+__device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, const Shared &shared,
+                                   int team_warps) {
+    const Layout &layout = work.layout;
+    if ((threadIdx.x & 31) == 0) {
+        for (int i = 0; i < layout.slots; i++) {
+            open_gate(shared.full + i, ROWS);
+            open_gate(shared.empty + i, team_warps);
+        }
+        publish_gates();
+    }
+    __syncwarp();
+    Turn turn = {0, 1};
+    int tile = blockIdx.y, part = 0;
+    bool is_first = true;
+#pragma unroll 1
+    while (true) {
+        if (is_first && (tile >= work.tiles || turn.parity == 0)) {
+            is_first = false;
+            __syncthreads();
+        }
+        if (tile >= work.tiles) return;
+        if (!is_first) pass_gate(shared.empty + turn.slot, turn.parity);
+        const Matrix matrix = work.matrix_of(tile);
+        const int row = (tile - matrix.first_tile) * ROWS;
+        const Stage stage = {matrix.data, matrix.rows, row, min(ROWS, matrix.rows - row), part};
+        start_stage<ROWS>(shared.slots + turn.slot * layout.slot_chunks * 16,
+                          work.cut_of(matrix.kind), stage, shared.full + turn.slot);
+        turn.go_on(1, layout.slots);
+        if (++part == layout.parts) part = 0, tile += gridDim.y;
+    }
+}
+#endif
+
+template <int ROWS, int MATRICES, class... Kinds>
+__device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Columns &columns,
+                           const float *x, uint4 *all_shared) {
+    const int warps = blockDim.x / 32 - 1;  // those that multiply
+    const Team team(work.layout.team_warps, warps);
+    const Shared<ROWS, Kinds...> shared(all_shared, work.layout, work.cols, columns.count,
+                                        work.most_slices(), team.count);
+    if (threadIdx.x / 32 == warps) {
+#if BULK
+        copy_stages(work, shared, team.warps);
+#else
         __syncthreads();
-        add_slices<TYPE, ROWS>(all, shape, job, first_row, tiles, slices, out);
+#endif
+        return;
     }
-}
-#else
-template <int TYPE, int LANE, int ROWS, int ALIGN, class Book>
-__device__ inline void few(const Shape &shape, const Job &job, const float *x, float *out,
-                           unsigned char *shared, Book book) {
-    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    const int tiles = warps / shape.warps_per_tile, tile = warp / shape.warps_per_tile;
-    const int first_row = (blockIdx.y * tiles + tile) * ROWS;
-    const int slices = (shape.cols + shape.slice - 1) / shape.slice;
-    const Parts<TYPE, ROWS> parts(shared, shape, warp, warps);
-    const int tile_sums = slices * ROWS * job.count;
-    for (int slice = warp % shape.warps_per_tile; slice < slices; slice += shape.warps_per_tile) {
-        const int first_k = slice * shape.slice, length = min(shape.slice, shape.cols - first_k);
-        int phase[ROWS / 8];
-        find_phases<TYPE, LANE, ROWS, ALIGN>(phase, shape, job, first_row, first_k);
-        copy_rows<TYPE, LANE, ROWS, ALIGN>(parts.rows, shape, job, first_row, first_k);
-        commit_copies();
-        wait_for_launches_ahead();  // weights may come earlier: no launch writes them
-        load_x<TYPE, LANE>(parts.x, shape, job, x, first_k);
-        wait_copies<0>();
-        __syncwarp();
-        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        multiply_slice<TYPE, LANE, ROWS, ALIGN>(sums, parts.rows, parts.x, shape, length, job.count,
-                                                phase, book);
-        store_sums<ROWS>(parts.sums + tile * tile_sums + slice * ROWS * job.count, sums, job.count);
-        __syncwarp();
-    }
+    using All = Shared<ROWS, Kinds...>;
+    load_book<All::BOOK_TYPE, BOOK_COPIES<All::BOOK_TYPE>>(shared.book, 32 * warps);
+    wait_for_launches_ahead();  // weights may come earlier: no launch writes them
+    load_activations<Kinds...>(shared.planes, x, work.cols, columns, warps);
     __syncthreads();
-    add_slices<TYPE, ROWS>(parts.sums, shape, job, blockIdx.y * tiles * ROWS, tiles, slices, out);
-}
-#endif
-
-// matmul_few: grid (passes of `columns` tokens, row tiles / tiles per block): passes over the same
-// rows run side by side, so all but one find them in the L2 cache
-template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void matmul_few(const float *x, const unsigned char *data, float *out, long long,
-                           long long tokens, long long rows, long long cols, long long slice,
-                           long long warps_per_tile, long long chunks, long long columns) {
-    extern __shared__ uint4 shared[];
-    const Shape shape = {static_cast<int>(rows),   static_cast<int>(cols),
-                         static_cast<int>(slice),  static_cast<int>(warps_per_tile),
-                         static_cast<int>(chunks), static_cast<int>(columns)};
-#if AHEAD
-    let_next_start();
-#else
-    const auto book = load_book<TYPE, BOOK_COPIES<TYPE>>(reinterpret_cast<unsigned *>(shared));
-    let_next_start();
-    if (Codec<TYPE>::BOOK) __syncthreads();
-#endif
-    const int first = shape.columns * blockIdx.x;
-    const Job job = {data, nullptr, first, min(shape.columns, static_cast<int>(tokens) - first)};
-#if AHEAD
-    few<TYPE, LANE, ROWS, ALIGN>(shape, job, x, out, reinterpret_cast<unsigned *>(shared));
-#else
-    few<TYPE, LANE, ROWS, ALIGN>(
-        shape, job, x, out, reinterpret_cast<unsigned char *>(shared) + BOOK_BYTES<TYPE>, book);
-#endif
+    make_tiles(work, shared, columns, team);
 }
 
-// grouped_few: pairs sorted by expert; grid (P, row tiles / tiles per block). Blocks x make the
-// `columns` pairs from x on of an expert if x is its first pair or a multiple of `columns` after
-// it, else nothing.
+// matmul_few: grid (passes of `columns` tokens, blocks): passes over the same rows run side by side,
+// so all but one find them in the L2 cache
 template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void grouped_few(const float *x, const long long *blobs, const int *row_of,
-                            const int *expert_start, float *out, long long, long long rows,
-                            long long cols, long long offset_bytes, long long experts,
-                            long long slice, long long warps_per_tile, long long chunks,
-                            long long columns) {
+__global__ void __launch_bounds__(416, 2)
+    matmul_few(const float *x, const unsigned char *data, float *out, long long, long long tokens,
+               long long rows, long long cols, long long columns, long long team_warps,
+               long long slots, long long slot_chunks, long long parts, long long slice,
+               long long slices, long long part_slices, long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
-    __shared__ int found;
-    const int pair = blockIdx.x;
-    const Shape shape = {static_cast<int>(rows),   static_cast<int>(cols),
-                         static_cast<int>(slice),  static_cast<int>(warps_per_tile),
-                         static_cast<int>(chunks), static_cast<int>(columns)};
-#if AHEAD == 0
-    const auto book = load_book<TYPE, BOOK_COPIES<TYPE>>(reinterpret_cast<unsigned *>(shared));
-#endif
+    Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
+    work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
+    work.plans[0] = plan_from(slice, slices, part_slices, span_shift, chunks);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.cols = static_cast<int>(cols);
+    work.number_tiles();
     let_next_start();
-    wait_for_launches_ahead();
-    for (int e = threadIdx.x; e < experts; e += blockDim.x)
-        if (expert_start[e] <= pair && pair < expert_start[e + 1]) found = e;
-    __syncthreads();
-    const int expert = found, start = expert_start[expert], end = expert_start[expert + 1];
-    if ((pair - start) % shape.columns != 0) return;
-    const unsigned char *matrix =
-        reinterpret_cast<const unsigned char *>(blobs[expert]) + offset_bytes;
-    const Job job = {matrix, row_of, pair, min(shape.columns, end - pair)};
-#if AHEAD
-    few<TYPE, LANE, ROWS, ALIGN>(shape, job, x, out, reinterpret_cast<unsigned *>(shared));
-#else
-    few<TYPE, LANE, ROWS, ALIGN>(
-        shape, job, x, out, reinterpret_cast<unsigned char *>(shared) + BOOK_BYTES<TYPE>, book);
-#endif
+    const int first = static_cast<int>(columns) * blockIdx.x;
+    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
+    few(work, {nullptr, first, count}, x, shared);
+}
+
+// matmul_several: up to four matrices of up to three kinds, of which some may have no rows; grid as
+// matmul_few
+template <int ROWS, class... Kinds>
+__global__ void __launch_bounds__(416, 2) matmul_several(
+    const float *x, const unsigned char *data0, float *out0, const unsigned char *data1,
+    float *out1, const unsigned char *data2, float *out2, const unsigned char *data3, float *out3,
+    long long tokens, long long cols, long long rows0, long long kind0, long long rows1,
+    long long kind1, long long rows2, long long kind2, long long rows3, long long kind3,
+    long long columns, long long team_warps, long long slots, long long slot_chunks,
+    long long parts, long long slice0, long long slices0, long long part_slices0,
+    long long span_shift0, long long chunks0, long long slice1, long long slices1,
+    long long part_slices1, long long span_shift1, long long chunks1, long long slice2,
+    long long slices2, long long part_slices2, long long span_shift2, long long chunks2) {
+    extern __shared__ uint4 shared[];
+    Work<ROWS, 4, Kinds...> work;
+    work.matrices[0] = {data0, out0, static_cast<int>(rows0), static_cast<int>(kind0), 0};
+    work.matrices[1] = {data1, out1, static_cast<int>(rows1), static_cast<int>(kind1), 0};
+    work.matrices[2] = {data2, out2, static_cast<int>(rows2), static_cast<int>(kind2), 0};
+    work.matrices[3] = {data3, out3, static_cast<int>(rows3), static_cast<int>(kind3), 0};
+    work.plans[0] = plan_from(slice0, slices0, part_slices0, span_shift0, chunks0);
+    if constexpr (sizeof...(Kinds) > 1)
+        work.plans[1] = plan_from(slice1, slices1, part_slices1, span_shift1, chunks1);
+    if constexpr (sizeof...(Kinds) > 2)
+        work.plans[2] = plan_from(slice2, slices2, part_slices2, span_shift2, chunks2);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.cols = static_cast<int>(cols);
+    work.number_tiles();
+    let_next_start();
+    const int first = static_cast<int>(columns) * blockIdx.x;
+    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
+    few(work, {nullptr, first, count}, x, shared);
+}
+
+// grouped_few: pairs sorted by expert; grid (pairs of these experts, blocks). Blocks x make the
+// `columns` pairs from the x-th on of an expert if that is its first pair or a multiple of `columns`
+// after it, else nothing.
+template <int TYPE, int LANE, int ROWS, int ALIGN>
+__global__ void __launch_bounds__(416, 2)
+    grouped_few(const float *x, const long long *blobs, const int *row_of, const int *expert_start,
+                float *out, long long, long long rows, long long cols, long long offset_bytes,
+                long long experts, long long columns, long long team_warps, long long slots,
+                long long slot_chunks, long long parts, long long slice, long long slices,
+                long long part_slices, long long span_shift, long long chunks) {
+    extern __shared__ uint4 shared[];
+    __shared__ Found found;
+    let_next_start();
+    if (!find_pairs(found, row_of, expert_start, static_cast<int>(experts),
+                    static_cast<int>(columns), blobs, blobs))
+        return;
+    Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
+    work.matrices[0] = {reinterpret_cast<const unsigned char *>(found.blobs[0]) + offset_bytes, out,
+                        static_cast<int>(rows), 0, 0};
+    work.plans[0] = plan_from(slice, slices, part_slices, span_shift, chunks);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.cols = static_cast<int>(cols);
+    work.number_tiles();
+    few(work, {found.source, found.first, found.count}, x, shared);
+}
+
+// grouped_pair: as grouped_few with two matrices of one shape and type per expert, which may lie in
+// different blobs
+template <int TYPE, int LANE, int ROWS, int ALIGN>
+__global__ void __launch_bounds__(416, 2)
+    grouped_pair(const float *x, const long long *blobs0, const long long *blobs1,
+                 const int *row_of, const int *expert_start, float *out0, float *out1, long long,
+                 long long rows, long long cols, long long offset0, long long offset1,
+                 long long experts, long long columns, long long team_warps, long long slots,
+                 long long slot_chunks, long long parts, long long slice, long long slices,
+                 long long part_slices, long long span_shift, long long chunks) {
+    extern __shared__ uint4 shared[];
+    __shared__ Found found;
+    let_next_start();
+    if (!find_pairs(found, row_of, expert_start, static_cast<int>(experts),
+                    static_cast<int>(columns), blobs0, blobs1))
+        return;
+    Work<ROWS, 2, Kind<TYPE, LANE, ALIGN>> work;
+    work.matrices[0] = {reinterpret_cast<const unsigned char *>(found.blobs[0]) + offset0, out0,
+                        static_cast<int>(rows), 0, 0};
+    work.matrices[1] = {reinterpret_cast<const unsigned char *>(found.blobs[1]) + offset1, out1,
+                        static_cast<int>(rows), 0, 0};
+    work.plans[0] = plan_from(slice, slices, part_slices, span_shift, chunks);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.cols = static_cast<int>(cols);
+    work.number_tiles();
+    few(work, {found.source, found.first, found.count}, x, shared);
 }

@@ -54,6 +54,13 @@ class ExpertOrder(NamedTuple):
     pair_of: Ints
 
 
+class Ranked(NamedTuple):
+    """An order of the experts: rank_of int32 [E]; ranks int32 [T, k] is scratch for relabel."""
+
+    rank_of: Tensor
+    ranks: Tensor
+
+
 def route(stream: Stream, logits: Tensor, ids: Tensor, weights: Tensor) -> None:
     """Pick each token's experts and their mixing weights.
 
@@ -93,8 +100,11 @@ def route_in_order(
     expert_start: Tensor,
     row_of: Tensor,
     pair_of: Tensor,
+    ranked: Ranked | None = None,
 ) -> None:
     """Route, then order_by_expert; one launch where tokens are few.
+
+    Where experts are ranked, pairs are sorted by the rank of their expert instead of its id.
 
     Args:
         stream: enqueues here.
@@ -104,11 +114,17 @@ def route_in_order(
         expert_start: as order_by_expert's, int32 [E + 1], overwritten.
         row_of: as order_by_expert's, overwritten.
         pair_of: as order_by_expert's, overwritten.
+        ranked: ranks of the experts, and where to write the pairs'; None: an id is its rank.
 
     Raises:
         ShapeError: an argument has another shape or type.
     """
     num_tokens, top_k = ids.shape
+    if ranked is not None:
+        route(stream, logits, ids, weights)
+        relabel(stream, ids, ranked.rank_of, ranked.ranks)
+        order_by_expert(stream, ranked.ranks, expert_start, row_of, pair_of)
+        return
     if num_tokens > ROUTE_TOGETHER:
         route(stream, logits, ids, weights)
         order_by_expert(stream, ids, expert_start, row_of, pair_of)
@@ -153,6 +169,34 @@ def order_by_expert(
         early=True,
     )
     stream.launch(ORDER_BY_EXPERT, launch, ids, expert_start, row_of, pair_of)
+
+
+def relabel(stream: Stream, ids: Tensor, rank_of: Tensor, ranks: Tensor) -> None:
+    """Look up the rank of each pair's expert.
+
+    Args:
+        stream: enqueues here.
+        ids: int32 [T, k], each in 0..E-1.
+        rank_of: int32 [E].
+        ranks: int32 [T, k], overwritten; may be ids itself.
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    expect_rank("relabel ids", ids, 2)
+    expect_rank("relabel rank_of", rank_of, 1)
+    expect("relabel ids", ids, ids.shape, I32)
+    expect("relabel rank_of", rank_of, rank_of.shape, I32)
+    expect("relabel ranks", ranks, ids.shape, I32)
+    launch = Launch(
+        items=ids.shape[0],
+        grain=grain(ids.shape[1]),
+        grid=(blocks(ids.size, THREADS), 1, 1),
+        block=(THREADS, 1, 1),
+        extents=(ids.size,),
+        early=True,
+    )
+    stream.launch(RELABEL, launch, ids, rank_of, ranks)
 
 
 def swiglu(stream: Stream, gate: Tensor, up: Tensor, out: Tensor) -> None:
@@ -307,6 +351,14 @@ def _order_by_expert(
 
 
 @nogil_jit
+def _relabel(begin: int, end: int, ids: Ints, rank_of: Ints, ranks: Ints) -> None:
+    """Items: tokens."""
+    for token in range(begin, end):
+        for rank in range(ids.shape[1]):
+            ranks[token, rank] = rank_of[ids[token, rank]]
+
+
+@nogil_jit
 def _route_few(
     begin: int,
     end: int,
@@ -383,6 +435,11 @@ def route_in_order_reference(logits: Floats, top_k: int) -> tuple[Routing, Exper
     return routing, order_by_expert_reference(routing.ids, logits.shape[1])
 
 
+def relabel_reference(ids: Ints, rank_of: Ints) -> Ints:
+    """relabel in plain numpy: ids [T, k] and rank_of [E] -> [T, k]."""
+    return rank_of[ids]
+
+
 def swiglu_reference(gate: Floats, up: Floats) -> Floats:
     """swiglu in plain numpy: gate and up [P, F] -> [P, F]."""
     wide = gate.astype(np.float64)
@@ -409,5 +466,6 @@ ROUTE_FEW_MANY = Kernel(
     "route_few_many", _route_few, route_in_order_reference, SOURCE, "route_few<0>"
 )
 ORDER_BY_EXPERT = Kernel("order_by_expert", _order_by_expert, order_by_expert_reference, SOURCE)
+RELABEL = Kernel("relabel", _relabel, relabel_reference, SOURCE)
 SWIGLU = Kernel("swiglu", _swiglu, swiglu_reference, SOURCE)
 COMBINE = Kernel("combine", _combine, combine_reference, SOURCE)
