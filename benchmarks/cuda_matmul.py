@@ -16,10 +16,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,18 +38,15 @@ from benchmarks.graph_timing import (
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Graph, Kernel, Tensor, empty
 from strata_cli.engine.device.transfer import download
+from strata_cli.engine.kernels.few import FEW_COLUMNS, Way, few_plan
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul, round_rows
 from strata_cli.engine.kernels.products import (
-    Ahead,
     Matrix,
     Plan,
     Tile,
     Unit,
-    ahead_plan,
     alignment,
     dense_matrix,
-    few_plan,
-    few_tile_rows,
     grouped_many_plan,
     many_plan,
 )
@@ -80,38 +76,20 @@ PROMPTS = (
 NUM_EXPERTS, TOP_K = 512, 10
 FLUSH_BYTES = 400 << 20  # several times any L2 cache
 CHECK_SHAPES = {True: (1280, 1100), False: (640, 1100)}  # blocks above 64 weights or not
-HINTS = ('COPY_HINT=".L2::128B"', 'COPY_HINT=".L2::256B"')
-# Rows per warp, how many times the usual tiles per block, and a define.
-FEW_WAYS = (*((r, n, "") for r in (8, 16) for n in (1, 2, 4)), *((16, 1, hint) for hint in HINTS))
-FEW_VARIANTS = (
-    *((Q.Q8_0, shape) for shape in ((2560, 12288), (6144, 2560), (10240, 320), (320, 10240))),
-    (Q.IQ3_XXS, (2560, 12288)),
-)
-
-
-class Way(NamedTuple):
-    """How to make a product with few rows; zeros stand for the usual."""
-
-    rows: int = 0  # per warp
-    ahead: Ahead | None = None
-    define: str = ""
-    columns: int = 0  # at a time
-
-
 WAYS = (
     Way(),
-    Way(define="COPY_LANES=16"),
-    Way(columns=1),
-    *(
-        Way(r, Ahead(n, 16), columns=c)
-        for r, n, c in ((8, 1, 0), (8, 2, 0), (16, 1, 0), (16, 2, 0))
-    ),
-    *(Way(8, Ahead(1, 4)), Way(8, Ahead(1, 16), columns=1), Way(8, Ahead(2, 16), columns=1)),
+    *(Way(rows=rows, resident=n) for rows in (8, 16) for n in (1, 2)),
+    *(Way(rows=8, resident=1, shared_bytes=n << 10) for n in (75, 200)),
+    Way(resident=2, shared_bytes=110 << 10),
+    Way(resident=3),
+    Way(resident=3, warps=6),
+    Way(warps=6),
+    Way(defines=("BULK=0",)),
 )
 COMPARED = (
     *((Q.Q8_0, shape, 1) for shape in DENSE),
     *((Q.Q8_0, DENSE[0], 8), (Q.F32, (2560, 512), 1)),
-    *((qtype, DENSE[0], 1) for qtype in (Q.Q4_K, Q.IQ3_XXS, Q.IQ4_NL)),
+    *((qtype, DENSE[0], 1) for qtype in (Q.Q4_K, Q.Q6_K, Q.IQ3_XXS, Q.IQ4_NL)),
 )
 COMPARED_EXPERTS = (
     *((Q.IQ3_XXS, EXPERTS[0]), (Q.Q8_0, EXPERTS[0]), (Q.IQ4_NL, EXPERTS[1]), (Q.Q8_0, EXPERTS[1])),
@@ -185,12 +163,7 @@ def check_kernels(bench: Bench, types: Sequence[QuantType]) -> list[Kernel]:
 
 
 def variant_kernels(limit: int) -> list[Kernel]:
-    kernels = []
-    for qtype, (cols, rows) in FEW_VARIANTS:
-        matrix = dense_matrix(qtype, rows, cols, 0)
-        for tile_rows, _, hint in FEW_WAYS:
-            unit = few_plan(matrix, 1, 1, limit, tile_rows).unit
-            kernels.append(kernel_of(unit, (hint,) if hint else ()))
+    kernels: list[Kernel] = []
     for qtype in TILED:
         for tokens, cols, rows in PROMPTS[:3]:
             matrix = dense_matrix(qtype, rows, cols, 0)
@@ -465,9 +438,12 @@ def many_launch(
     launch_plan(bench, plan, (), x, half, weight.data, out, *numbers)
 
 
-def launch_plan(bench: Bench, plan: Plan, defines: tuple[str, ...], *args: Any) -> None:
+def launch_plan(
+    bench: Bench, plan: Plan, defines: tuple[str, ...], *args: Any, early: bool = False
+) -> None:
     """Launches a plan that a wrapper would not have chosen."""
-    bench.stream.launch(kernel_of(plan.unit, defines), plan.launch(1, 1), *args)
+    launch = plan.launch(1, 1, early=early)
+    bench.stream.launch(kernel_of(plan.unit, defines), launch, *args)
 
 
 @cache
@@ -556,7 +532,10 @@ def profile(bench: Bench) -> None:
         weight = weights_of(bench, qtype, rows, cols, 1)[0]
         many_launch(bench, x, half, weight, out, None)
     cols, rows = EXPERTS[0]
-    out, (row_of, start) = empty(bench.device, (tokens * TOP_K, rows)), routing(bench, tokens, False)
+    out, (row_of, start) = (
+        empty(bench.device, (tokens * TOP_K, rows)),
+        routing(bench, tokens, False),
+    )
     layout = WeightLayout(Q.IQ3_XXS, rows, cols, 0)
     data = repeated_rows(bench, layout.qtype, rows, cols, NUM_EXPERTS)
     blobs = bench.tensor(data.address + layout.nbytes * np.arange(NUM_EXPERTS, dtype=np.int64))
@@ -567,61 +546,15 @@ def profile(bench: Bench) -> None:
 # -- variants -------------------------------------------------------------------------------------
 
 
-def few_variants(bench: Bench, limit: float) -> None:
-    """Rows per warp, tiles per block, and hints of the copies, for one token."""
-    for qtype, (cols, rows) in FEW_VARIANTS:
-        weights = weights_of(bench, qtype, rows, cols)
-        x, out = bench.normal(1, cols), empty(bench.device, (1, rows))
-        matrix = dense_matrix(qtype, rows, cols, weights[0].data.address)
-        cases = []
-        for tile_rows, times, hint in FEW_WAYS:
-            plan = few_plan(matrix, 1, 1, bench.stream.shared_bytes, tile_rows)
-            plan = several_tiles(plan, rows, tile_rows, times)
-            if plan.block[0] > 1024 or plan.shared_bytes > 200 << 10:
-                continue
-            defines = (hint,) if hint else ()
-            numbers = (int(qtype), 1, rows, cols)
-            launches = [
-                partial(launch_plan, bench, plan, defines, x, w.data, out, *numbers)
-                for w in weights
-            ]
-            name = f"{qtype.name} K{cols} N{rows} rows {tile_rows} tiles x{times} {hint}"
-            nbytes = sum(w.nbytes for w in weights)
-            cases.append(Case(name, record_graph(bench, launches), len(weights), nbytes))
-        early: Any = EarlyStream(bench.stream, "matmul_few.cu")
-        launches = [partial(matmul, early, x, w, out) for w in weights]
-        name = f"{qtype.name} K{cols} N{rows} early"
-        cases.append(Case(name, record_graph(bench, launches), len(weights), nbytes))
-        report(bench, "few variants", cases, limit)
-        weights[0].data.buffer.close()
-
-
-def several_tiles(plan: Plan, rows: int, tile_rows: int, times: int) -> Plan:
-    """The plan with so many times the row tiles per block."""
-    book_bytes = 16 << 10 if plan.unit.defines else 0
-    tiles = times * plan.block[0] // 32 // plan.extents[1]
-    return replace(
-        plan,
-        grid=(plan.grid[0], blocks(rows, tiles * tile_rows), 1),
-        block=(plan.block[0] * times, 1, 1),
-        shared_bytes=(plan.shared_bytes - book_bytes) * times + book_bytes,
-    )
-
-
 # -- ways compared --------------------------------------------------------------------------------
 
 
 def plan_of(matrix: Matrix, tokens: int, limit: int, way: Way, experts: int = 0) -> Plan | None:
-    """A way's plan; None where it does not fit or is another way's."""
-    if way.columns and not experts:
-        return None
-    rows, segments = way.rows or few_tile_rows(matrix), TOP_K if experts else 1
-    tokens = way.columns or tokens
-    if way.ahead:
-        return ahead_plan(matrix, tokens, segments, limit, rows, way.ahead, experts)
-    plan = few_plan(matrix, tokens, segments, limit, rows, experts)
-    defines = (way.define,) if way.define else ()
-    return replace(plan, unit=plan.unit._replace(defines=plan.unit.defines + defines))
+    """A way's plan; None where it does not fit."""
+    segments = TOP_K if experts else blocks(tokens, FEW_COLUMNS)
+    with suppress(StrataError):
+        return few_plan((matrix,), tokens, segments, limit, experts, way)
+    return None
 
 
 def expert_matrix(qtype: QuantType, cols: int, rows: int) -> Matrix:
@@ -639,13 +572,7 @@ def compared_kernels(limit: int) -> list[Kernel]:
         for qtype, shape in COMPARED_EXPERTS
         for way in WAYS
     ]
-    kernels = [kernel_of(plan.unit, ()) for plan in plans if plan]
-    for qtype in TILED:
-        tokens, cols, rows = PROMPTS[0]
-        matrix = dense_matrix(qtype, rows, cols, 0)
-        tiled = [partial(many_plan, matrix, tokens, limit, (tile,)) for tile in MANY_TILES]
-        kernels += [kernel_of(unit, ()) for unit in units_that_fit(tiled)]
-    return list(dict.fromkeys(kernels))
+    return list(dict.fromkeys(kernel_of(plan.unit, ()) for plan in plans if plan))
 
 
 def compare(bench: Bench, limit: float) -> None:
@@ -712,14 +639,14 @@ def compare_plans(
         out = empty(bench.device, shape)
         bench.stream.fill(out, 0xFF)
         launches = [
-            partial(launch_plan, bench, plan, (), *each, out, *numbers) for each in operands
+            partial(launch_plan, bench, plan, (), *each, out, *numbers, early=True)
+            for each in operands
         ]
         launches[0]()
         result = download(bench.device, bench.stream, out)
         usual = result if usual is None else usual
         same = "same bits" if np.array_equal(result, usual) else "OTHER BITS"
-        ahead = f"ahead {way.ahead.buffers} lanes {way.ahead.copy_lanes}" if way.ahead else ""
-        told = f"rows {way.rows} columns {way.columns} {ahead}{way.define} {plan.grid[1]} {same}"
+        told = f"{' '.join(map(str, way))} grid {plan.grid} {plan.shared_bytes} bytes {same}"
         cases.append(Case(f"{name}: {told}", record_graph(bench, launches), len(launches), nbytes))
     report(bench, kind, cases, limit)
 
@@ -730,7 +657,6 @@ def run_compare(bench: Bench, limit: float) -> None:
     link = bench.device.allocate_pinned(1 << 30)
     rate = copy_rate(bench, link, 1 << 30)
     compare_experts(bench, link.host_bytes, link.address, "compare host", rate)
-    many(bench, TILED, torch_rate(bench, PROMPTS[:1]), MANY_TILES)
 
 
 def parse_types(text: str) -> tuple[QuantType, ...]:
@@ -749,12 +675,13 @@ def run(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> None:
     if "layer" in parts:
         layer(bench, limit)
         rounding(bench, limit)
-    if "host" in parts:
-        host(bench, (Q.IQ3_XXS, Q.IQ4_NL, Q.Q8_0))
-    if "compare" in parts:
-        run_compare(bench, limit)
-    if "profile" in parts:
-        profile(bench)
+    others = {
+        "host": partial(host, bench, (Q.IQ3_XXS, Q.IQ4_NL, Q.Q8_0)),
+        "compare": partial(run_compare, bench, limit),
+        "profile": partial(profile, bench),
+    }
+    for part in filter(others.__contains__, parts):
+        others[part]()
     if not {"many", "grouped", "variants"} & set(parts):
         return
     rate = torch_rate(bench, ((8192, 8192, 8192), *PROMPTS))
@@ -763,7 +690,6 @@ def run(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> None:
     if "grouped" in parts:
         experts_many(bench, FOR_PROMPTS, rate, ())
     if "variants" in parts:
-        few_variants(bench, limit)
         many(bench, TILED, rate, MANY_TILES)
         experts_many(bench, TILED_EXPERTS, rate, GROUPED_TILES)
 

@@ -40,13 +40,13 @@ from benchmarks.graph_timing import Bench, Case, nothing, record_graph, report, 
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Kernel, Tensor, empty
 from strata_cli.engine.device.transfer import download
+from strata_cli.engine.kernels.few import few_plan
 from strata_cli.engine.kernels.products import (
     Matrix,
     Plan,
     Tile,
     Unit,
     alignment,
-    decode_plan,
     dense_matrix,
     grouped_many_plan,
     many_plan,
@@ -266,7 +266,7 @@ def router(bench: Bench, limit: float) -> None:
     matrix = dense_matrix(Q.F32, rows, cols, weight.data.address)
     passes = tokens // 8
     planners: list[tuple[str, Planner]] = [
-        ("before", lambda gpu: decode_plan(matrix, tokens, passes, gpu.shared_bytes)),
+        ("before", lambda gpu: few_plan((matrix,), tokens, passes, gpu.shared_bytes)),
         ("now", lambda _: split_plan(matrix, tokens)),
     ]
     args = (x, weight.data, out, int(Q.F32), tokens, rows, cols)

@@ -9,20 +9,16 @@ from hypothesis import strategies as st
 
 from strata_cli.engine.device.cuda_kernels import KERNELS_FOLDER
 from strata_cli.engine.device.nvrtc import Compiler, read_unit
+from strata_cli.engine.kernels.few import can_share, few_plan
 from strata_cli.engine.kernels.products import (
     NARROW,
     WIDE,
-    Ahead,
     Matrix,
     Plan,
     Tile,
-    ahead_plan,
     alignment,
     code_book,
-    decode_plan,
     dense_matrix,
-    few_plan,
-    few_tile_rows,
     grouped_many_plan,
     lane_weights,
     many_plan,
@@ -73,13 +69,9 @@ def test_plans_fit_every_gpu(qtype: QuantType, limit: int) -> None:
         for rows in (1, 40, 640, 12288):
             matrix = matrix_of(qtype, rows, cols)
             plans = [
-                plan
+                few_plan((matrix,), tokens, 3, limit, experts)
                 for tokens in (1, 8, 100)
                 for experts in (0, 512)
-                for plan in (
-                    few_plan(matrix, tokens, 3, limit, few_tile_rows(matrix), experts),
-                    decode_plan(matrix, tokens, 3, limit, experts),
-                )
             ]
             if qtype is not QuantType.F32:
                 plans += [many_plan(matrix, 4096, limit), many_plan(matrix, 40, limit)]
@@ -88,24 +80,32 @@ def test_plans_fit_every_gpu(qtype: QuantType, limit: int) -> None:
                 assert_launchable(plan, limit)
 
 
-@pytest.mark.parametrize("qtype", [QuantType.Q8_0, QuantType.IQ3_XXS, QuantType.F32])
-def test_blocks_that_go_ahead_cover_every_row_and_cut_sums_alike(qtype: QuantType) -> None:
-    """With the slices of the usual plan, one to a warp; None only where many slices do not fit."""
-    for cols in (2560, 10240):
-        for rows in (1, 640, 12288):
-            for tile_rows in (8, 16):
-                matrix = matrix_of(qtype, rows, cols)
-                usual = few_plan(matrix, 1, 1, 227 << 10, tile_rows)
-                plan = ahead_plan(matrix, 1, 1, 227 << 10, tile_rows, Ahead(2, 16))
-                if plan is None:
-                    assert cols >= 10 * usual.extents[0]
-                    continue
-                assert_launchable(plan, 227 << 10)
-                slice_weights, num_slices = plan.extents[:2]
-                assert slice_weights == usual.extents[0]
-                assert (num_slices - 1) * slice_weights < cols <= num_slices * slice_weights
-                assert plan.block[0] % (32 * num_slices) == 0
-                assert plan.grid[1] * tile_rows <= rows + tile_rows * plan.block[0] // 32
+SHARING = (
+    ((QuantType.Q8_0, 10240), (QuantType.Q6_K, 6144), (QuantType.Q8_0, 48), (QuantType.Q8_0, 48)),
+    ((QuantType.F32, 512), (QuantType.F32, 1), (QuantType.IQ3_XXS, 640), (QuantType.Q6_K, 640)),
+)
+
+
+@pytest.mark.parametrize("limit", SHARED_BYTES.values(), ids=SHARED_BYTES)
+@pytest.mark.parametrize("members", SHARING)
+def test_matrices_that_share_a_launch_cut_sums_as_alone(
+    members: tuple[tuple[QuantType, int], ...], limit: int
+) -> None:
+    matrices = tuple(matrix_of(qtype, rows, 2560) for qtype, rows in members)
+    assert can_share(matrices)
+    for tokens in (1, 8):
+        plan = few_plan(matrices, tokens, 1, limit)
+        assert_launchable(plan, limit)
+        alone = few_plan(matrices[:1], tokens, 1, limit)
+        assert plan.extents[13:15] == alone.extents[5:7]  # weights of a slice, slices of a row
+
+
+def test_what_cannot_share_a_launch() -> None:
+    one = matrix_of(QuantType.Q8_0, 40, 2560)
+    assert not can_share((one,))
+    assert not can_share((one,) * 5)
+    assert not can_share((one, matrix_of(QuantType.Q8_0, 40, 320)))
+    assert not can_share((matrix_of(QuantType.IQ3_S, 9, 2560), matrix_of(QuantType.IQ2_S, 9, 2560)))
 
 
 def assert_launchable(plan: Plan, limit: int) -> None:
@@ -135,8 +135,8 @@ def test_a_tile_that_does_not_fit_is_named() -> None:
     assert many_shared_bytes(matrix, tile) > 227 << 10
     with pytest.raises(DeviceError, match="Q6_K product with 2560 columns does not fit"):
         many_plan(matrix, 4096, 227 << 10, (tile,))
-    with pytest.raises(DeviceError, match=r"needs \d+ bytes of shared memory per block"):
-        few_plan(matrix, 8, 1, 1000, 8)
+    with pytest.raises(DeviceError, match=r"does not fit a block's 1000 bytes"):
+        few_plan((matrix,), 8, 1, 1000)
 
 
 @pytest.mark.parametrize("qtype", [QuantType.IQ2_XS, QuantType.IQ3_S, QuantType.IQ1_M])
@@ -163,8 +163,9 @@ def test_products_compile_for_every_architecture(architecture: str) -> None:
         pytest.skip(error.message)
     matrix = matrix_of(QuantType.IQ3_XXS, 640, 2560)
     units = (
-        few_plan(matrix, 1, 1, 99 << 10, 8).unit,
-        decode_plan(matrix, 1, 1, 99 << 10).unit,
+        few_plan((matrix,), 1, 1, 99 << 10).unit,
+        few_plan((matrix_of(QuantType.F32, 512, 2560), matrix), 1, 1, 99 << 10).unit,
+        few_plan((matrix, matrix), 1, 10, 99 << 10, 512).unit,
         grouped_many_plan(matrix, 20480, 512, 99 << 10).unit,
     )
     for source, function, defines in units:

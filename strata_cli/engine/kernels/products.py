@@ -9,7 +9,7 @@ be changed for speed. The layouts of shared memory are stated in matmul_few.cu a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -22,15 +22,7 @@ from strata_cli.errors import DeviceError
 
 WARP = 32
 NO_LIMIT = 1 << 30
-FEW_COLUMNS = 8  # activation rows that a block of the few-row function takes at a time
-FEW_SHARED_BYTES = 96 << 10  # most that it asks for: two blocks fit a multiprocessor
-FEW_WARPS = 16
-BOOK_BYTES = 16 << 10  # a code book takes in shared memory for few rows, several times over
 MULTIPROCESSORS = 132  # of the reference GPU; with fewer, blocks wait for each other
-RESIDENT_WARPS = 28  # of a multiprocessor, by the few-row function's registers
-MOST_WARPS = 32
-COPY_LANES = 16
-LONG_ROWS = 8192  # with fewer rows a block has too few groups for a single buffer
 WARP_ROWS = 32
 WARP_TOKENS = 64
 TOKEN_PITCH = 320  # bytes of one token in a stage of 128 k
@@ -151,157 +143,6 @@ def unit_of(source: str, name: str, qtype: QuantType, *parameters: int) -> Unit:
     """The instance of a source's template with the type and numbers that it takes."""
     instance = f"{name}<{', '.join((qtype.name, *map(str, parameters)))}>"
     return Unit(source, instance, defines_of(qtype))
-
-
-class _Warp(NamedTuple):
-    """Shared memory of one warp of the few-row function: a row's 16-byte chunks, and all bytes."""
-
-    chunks: int
-    nbytes: int
-
-
-def _few_warp(matrix: Matrix, rows: int, columns: int) -> _Warp:
-    slice_weights = slice_cols(matrix.qtype, matrix.cols)
-    most = matrix.bytes_of(slice_weights) + 16 - math.gcd(matrix.align, matrix.bytes_of(256))
-    chunks = blocks(most, 16) | 1  # odd: then eight rows begin in different banks
-    planes = 2 if matrix.qtype is QuantType.F32 else 1
-    return _Warp(chunks, rows * 16 * chunks + slice_weights // 32 * columns * 64 * planes)
-
-
-def few_tile_rows(matrix: Matrix) -> int:
-    """Weight rows of a warp: eight where sixteen would leave multiprocessors idle."""
-    return 16 if matrix.rows >= 4096 else 8
-
-
-@lru_cache(maxsize=4096)
-def few_plan(
-    matrix: Matrix, tokens: int, segments: int, shared_bytes: int, tile_rows: int, experts: int = 0
-) -> Plan:
-    """The few-row function for a matrix, or for one of each of several experts.
-
-    Args:
-        matrix: what is multiplied.
-        tokens: most activation rows of one segment.
-        segments: passes over the tokens, or pairs.
-        shared_bytes: what a block may have.
-        tile_rows: weight rows of a warp, 8 or 16.
-        experts: 0: one matrix.
-
-    Raises:
-        DeviceError: not even one warp fits the shared memory.
-    """
-    columns = min(FEW_COLUMNS, tokens)
-    num_slices = blocks(matrix.cols, slice_cols(matrix.qtype, matrix.cols))
-    warp = _few_warp(matrix, tile_rows, columns)
-    book_bytes = BOOK_BYTES if code_book(matrix.qtype) else 0
-    tile_bytes = 4 * num_slices * tile_rows * columns
-    limit = min(shared_bytes, FEW_SHARED_BYTES) - book_bytes
-    warps_per_tile = min(num_slices, FEW_WARPS, max(0, limit - tile_bytes) // warp.nbytes)
-    if warps_per_tile == 0:
-        raise DeviceError(
-            f"{matrix.qtype.name} product with {matrix.cols} columns needs "
-            f"{book_bytes + warp.nbytes + tile_bytes} bytes of shared memory per block, "
-            f"the GPU has {shared_bytes}"
-        )
-    tiles = max(1, min(4 // warps_per_tile, limit // (warps_per_tile * warp.nbytes + tile_bytes)))
-    warps = tiles * warps_per_tile
-    parameters = (matrix.qtype, matrix.lane, tile_rows, matrix.align)
-    return Plan(
-        unit=unit_of("matmul_few.cu", "grouped_few" if experts else "matmul_few", *parameters),
-        grid=(segments, blocks(matrix.rows, tiles * tile_rows), 1),
-        block=(WARP * warps, 1, 1),
-        shared_bytes=book_bytes + warps * warp.nbytes + tiles * tile_bytes,
-        extents=(
-            *((experts,) if experts else ()),
-            slice_cols(matrix.qtype, matrix.cols),
-            warps_per_tile,
-            warp.chunks,
-            columns,
-        ),
-    )
-
-
-class Ahead(NamedTuple):
-    """How blocks of the few-row function go through several groups of tiles.
-
-    Attributes:
-        buffers: groups whose rows a block holds, 1 or 2.
-        copy_lanes: lanes that copy a row together, 4, 8 or 16.
-    """
-
-    buffers: int
-    copy_lanes: int
-
-
-def _rounds(groups: int, segments: int, resident: int) -> int:
-    """Groups per block: all blocks resident, and little for the busiest multiprocessor."""
-    most = max(1, MULTIPROCESSORS * resident // segments)
-    fewest = blocks(groups, most)
-    return min(
-        (fewest, fewest + 1),
-        key=lambda n: n * blocks(segments * blocks(groups, n), MULTIPROCESSORS),
-    )
-
-
-def ahead_plan(
-    matrix: Matrix,
-    tokens: int,
-    segments: int,
-    shared_bytes: int,
-    tile_rows: int,
-    ahead: Ahead,
-    experts: int = 0,
-) -> Plan | None:
-    """As ``few_plan``, with as many blocks as are resident at once; None where they do not fit."""
-    columns = min(FEW_COLUMNS, tokens)
-    num_slices = blocks(matrix.cols, slice_cols(matrix.qtype, matrix.cols))
-    tiles = max(1, 4 // num_slices)
-    warps = tiles * num_slices
-    warp = _few_warp(matrix, tile_rows, columns)
-    warp_bytes = warp.nbytes + (ahead.buffers - 1) * tile_rows * 16 * warp.chunks
-    nbytes = BOOK_BYTES if code_book(matrix.qtype) else 0
-    nbytes += warps * (warp_bytes + 2 * 4 * tile_rows * columns)
-    if warps > MOST_WARPS or nbytes > shared_bytes:
-        return None
-    resident = max(1, min(RESIDENT_WARPS // warps, shared_bytes // (nbytes + 1024)))
-    groups = blocks(matrix.rows, tiles * tile_rows)
-    rounds = _rounds(groups, segments, resident)
-    parameters = (matrix.qtype, matrix.lane, tile_rows, matrix.align)
-    unit = unit_of("matmul_few.cu", "grouped_few" if experts else "matmul_few", *parameters)
-    defines = (f"AHEAD={ahead.buffers}", f"COPY_LANES={ahead.copy_lanes}")
-    return Plan(
-        unit=unit._replace(defines=unit.defines + defines),
-        grid=(segments, blocks(groups, rounds), 1),
-        block=(WARP * warps, 1, 1),
-        shared_bytes=nbytes,
-        extents=(
-            *((experts,) if experts else ()),
-            slice_cols(matrix.qtype, matrix.cols),
-            num_slices,
-            warp.chunks,
-            columns,
-        ),
-    )
-
-
-@lru_cache(maxsize=4096)
-def decode_plan(
-    matrix: Matrix, tokens: int, segments: int, shared_bytes: int, experts: int = 0
-) -> Plan:
-    """The fastest measured way of the few-row function; arguments as ``few_plan``.
-
-    Rows of a byte per weight or more are copied for long: few of them per warp. Where blocks make
-    few groups each, two buffers; and always long requests.
-    """
-    is_wide = BLOCK[matrix.qtype].nbytes >= BLOCK[matrix.qtype].weights
-    tile_rows = 8 if is_wide and tokens == 1 else few_tile_rows(matrix) if is_wide else 16
-    ahead = Ahead(1 if experts or matrix.rows >= LONG_ROWS else 2, COPY_LANES)
-    plan = ahead_plan(matrix, tokens, segments, shared_bytes, tile_rows, ahead, experts)
-    if plan is not None:
-        return plan
-    plan = few_plan(matrix, tokens, segments, shared_bytes, few_tile_rows(matrix), experts)
-    defines = (*plan.unit.defines, f"COPY_LANES={COPY_LANES}")
-    return replace(plan, unit=plan.unit._replace(defines=defines))
 
 
 class Tile(NamedTuple):

@@ -110,12 +110,13 @@ __device__ inline Octet decode(const Staged<ALIGN> &row, int step, int t, Book b
 template <int TYPE>
 constexpr int BOOK_COPIES = Codec<TYPE>::BOOK ? 4096 / Codec<TYPE>::BOOK : 1;
 
-// Copies the code book of the compilation to shared memory by all threads of the block; returns
-// the calling lane's copy. Does not wait for the others.
+// Copies the code book of the compilation to shared memory by the block's first threads, all where
+// none are named; returns the calling lane's copy. Does not wait for the others.
 template <int TYPE, int COPIES>
-__device__ inline Book<COPIES> load_book(unsigned *shared) {
+__device__ inline Book<COPIES> load_book(unsigned *shared, int threads = 0) {
     if constexpr (Codec<TYPE>::BOOK != 0) {
-        for (int i = threadIdx.x; i < Codec<TYPE>::BOOK * COPIES; i += blockDim.x)
+        if (threads == 0) threads = blockDim.x;
+        for (int i = threadIdx.x; i < Codec<TYPE>::BOOK * COPIES; i += threads)
             shared[i] = BOOK[i / COPIES];
     }
     return {shared + threadIdx.x % COPIES};

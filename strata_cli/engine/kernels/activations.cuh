@@ -1,0 +1,131 @@
+// Activations of a few rows in shared memory as f16, in the order in which lanes multiply them.
+#pragma once
+#include "weights.cuh"
+
+// The rows of x that a block multiplies, in the order of its columns.
+struct Columns {
+    const int *source;  // the row of each; null: first, first + 1, ...
+    int first, count;
+};
+
+// Eight activations of a row: at an aligned address and all there, or zeros beyond its end.
+template <bool WHOLE>
+__device__ inline void load_eight(const float *row, int k, int cols, float (&v)[8]) {
+    if constexpr (WHOLE) {
+        const float4 a = *reinterpret_cast<const float4 *>(row + k);
+        const float4 b = *reinterpret_cast<const float4 *>(row + k + 4);
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+        v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = k + i < cols ? row[k + i] : 0.0f;
+    }
+}
+
+__device__ inline uint4 rounded(const float (&v)[8]) {
+    return make_uint4(pair_of(v[0], v[1]), pair_of(v[2], v[3]), pair_of(v[4], v[5]),
+                      pair_of(v[6], v[7]));
+}
+
+// What rounding to f16 left over.
+__device__ inline void subtract(float (&v)[8], const uint4 &high) {
+    const unsigned pairs[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] -= float_of(pairs[i / 2] >> 16 * (i & 1));
+}
+
+// Where the octet of a column lies for lanes that own LANE weights: [step][column][t].
+template <int LANE>
+__device__ inline int place_of(int octet, int column, int count) {
+    constexpr int octets = LANE / 8;
+    const int in_span = octet % (4 * octets);
+    const int step = octet / (4 * octets) * octets + in_span % octets;
+    return (step * count + column) * 4 + in_span / octets;
+}
+
+// Copies of x that kinds of matrices need: one for each length of lane, one of what rounding leaves.
+template <class... Kinds>
+struct Planes {
+    static constexpr bool has(int lane) { return ((Kinds::LANE == lane) || ...); }
+    static constexpr bool HAS_REST = ((Kinds::TYPE == F32) || ...);
+    static constexpr int COUNT = has(8) + has(16) + has(32) + has(64) + HAS_REST;
+    static constexpr int REST = COUNT - 1;
+
+    static constexpr int of(int lane) {
+        return (lane > 8 && has(8)) + (lane > 16 && has(16)) + (lane > 32 && has(32));
+    }
+};
+
+// The lane length of float32 matrices among the kinds: the rest is in their order.
+template <class... Kinds>
+constexpr int REST_LANE = ((Kinds::TYPE == F32 ? Kinds::LANE : 0) | ... | 0);
+
+template <int LANE, class Places>
+__device__ inline void store_plane(uint4 *planes, int plane, int octet, int column, int count,
+                                   const uint4 &value) {
+    if constexpr (Places::has(LANE))
+        planes[Places::of(LANE) * plane + place_of<LANE>(octet, column, count)] = value;
+}
+
+// One octet of a column in all planes.
+template <class... Kinds>
+__device__ inline void store_octet(uint4 *planes, int plane, int octet, int column, int count,
+                                   float (&v)[8]) {
+    using Places = Planes<Kinds...>;
+    const uint4 high = rounded(v);
+    store_plane<8, Places>(planes, plane, octet, column, count, high);
+    store_plane<16, Places>(planes, plane, octet, column, count, high);
+    store_plane<32, Places>(planes, plane, octet, column, count, high);
+    store_plane<64, Places>(planes, plane, octet, column, count, high);
+    if constexpr (Places::HAS_REST) {
+        subtract(v, high);
+        planes[Places::REST * plane + place_of<REST_LANE<Kinds...>>(octet, column, count)] =
+            rounded(v);
+    }
+}
+
+// All planes of x by the first `warps` warps: 32 octets of a column at a time, TOGETHER of them on
+// their way at once.
+template <int TOGETHER, class... Kinds>
+__device__ inline void load_octets(uint4 *planes, const float *x, int cols,
+                                   const Columns &columns, int warps) {
+    const int lane = threadIdx.x & 31, count = columns.count;
+    const int octets = (cols + 31) / 32 * 4;
+    int column = threadIdx.x / 32, first = lane;
+    const auto next = [&] {
+        for (; column >= count; column -= count) first += 32;
+    };
+#pragma unroll 1
+    for (next(); first - lane < octets;) {
+        float v[TOGETHER][8];
+        int own_column[TOGETHER], own_octet[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) {
+            own_column[i] = column, own_octet[i] = first;
+            if (first < octets) {
+                const long long row =
+                    columns.source ? columns.source[column] : columns.first + column;
+                load_eight<(TOGETHER > 1)>(x + row * cols, 8 * first, cols, v[i]);
+            }
+            column += warps;
+            next();
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++)
+            if (own_octet[i] < octets)
+                store_octet<Kinds...>(planes, octets * count, own_octet[i], own_column[i], count,
+                                      v[i]);
+    }
+}
+
+// All planes of x by the first `warps` warps. Does not wait for the other threads.
+template <class... Kinds>
+__device__ inline void load_activations(uint4 *planes, const float *x, int cols,
+                                        const Columns &columns, int warps) {
+    const bool is_whole = ((reinterpret_cast<unsigned long long>(x) | 4 * cols) & 15) == 0 &&
+                          cols % 32 == 0;
+    if (is_whole)
+        load_octets<2, Kinds...>(planes, x, cols, columns, warps);
+    else
+        load_octets<1, Kinds...>(planes, x, cols, columns, warps);
+}

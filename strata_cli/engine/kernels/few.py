@@ -1,0 +1,301 @@
+"""How a GPU runs products with few activation rows: tiles, teams and the ring of matmul_few.cu.
+
+Nothing here decides bits. A launch makes one matrix, or several that share their activations. The
+layout of shared memory is stated in matmul_few.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+from strata_cli.engine.kernels.products import (
+    MULTIPROCESSORS,
+    WARP,
+    Matrix,
+    Plan,
+    Unit,
+    code_book,
+    defines_of,
+    slice_cols,
+)
+from strata_cli.engine.kernels.shapes import blocks
+from strata_cli.engine.model.quants import BLOCK, QuantType
+from strata_cli.errors import DeviceError
+
+FEW_COLUMNS = 8  # activation rows that a block takes at a time
+MOST_MATRICES = 4
+MOST_KINDS = 3
+MOST_SLOTS = 24
+BOOK_BYTES = 16 << 10  # a code book, several times over
+LINE_BYTES = 128
+BANKS = 32
+GATE_BYTES = 16  # of a slot
+LIGHT_TILE_BYTES = 24 << 10
+PAIR_TILE_BYTES = 60 << 10  # heavier ones leave a multiprocessor room for one block
+WIDE_BLOCK_BYTES = 112 << 10  # two of these, or three of the narrow ones, fit a multiprocessor
+NARROW_BLOCK_BYTES = 75 << 10
+RESERVED_BYTES = 1 << 10
+
+
+class Way(NamedTuple):
+    """What may be chosen for speed alone; zeros stand for the usual.
+
+    Attributes:
+        rows: weight rows of a tile, 8 or 16.
+        warps: most that multiply in a block.
+        resident: blocks of a multiprocessor.
+        shared_bytes: what a block should take.
+        defines: macros, for experiments.
+    """
+
+    rows: int = 0
+    warps: int = 12
+    resident: int = 0
+    shared_bytes: int = 0
+    defines: tuple[str, ...] = ()
+
+
+class _Kind(NamedTuple):
+    """Matrices of a launch that are compiled for alike."""
+
+    qtype: QuantType
+    lane: int
+    align: int
+
+    @property
+    def template(self) -> str:
+        return f"{self.qtype.name}, {self.lane}, {self.align}"
+
+
+class _Cut(NamedTuple):
+    """How the rows of a kind go into slots; fields as in matmul_few.cu."""
+
+    slice_weights: int
+    slices: int
+    part_slices: int
+    span_shift: int
+    chunks: int
+    slot_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A choice that fits: rows of a tile, columns, warps of a team, teams, slots, cuts by kind."""
+
+    rows: int
+    columns: int
+    team_warps: int
+    teams: int
+    parts: int
+    slots: int
+    cuts: tuple[_Cut, ...]
+    shared_bytes: int
+
+    @property
+    def slot_chunks(self) -> int:
+        return max(cut.slot_chunks for cut in self.cuts)
+
+
+def _kind(matrix: Matrix) -> _Kind:
+    return _Kind(matrix.qtype, matrix.lane, matrix.align)
+
+
+def _kinds(matrices: tuple[Matrix, ...]) -> tuple[_Kind, ...]:
+    return tuple(dict.fromkeys(_kind(matrix) for matrix in matrices))
+
+
+def _num_slices(matrix: Matrix) -> int:
+    return blocks(matrix.cols, slice_cols(matrix.qtype, matrix.cols))
+
+
+@cache
+def _conflicts(row_bytes: int, pitch: int, span_shift: int, lane_bytes: int) -> int:
+    """Most of 32 lanes that read from one bank, lanes (g, t) at row g and t * lane_bytes."""
+    counts = [0] * BANKS
+    seen = set()
+    for g in range(8):
+        span = g >> span_shift
+        start = span * pitch + (g - (span << span_shift)) * row_bytes
+        for t in range(4):
+            word = (start + t * lane_bytes) // 4
+            if word not in seen:
+                counts[word % BANKS] += 1
+            seen.add(word)
+    return max(counts)
+
+
+def _cut(matrix: Matrix, rows: int, parts: int) -> _Cut:
+    """Spans of as many rows as cost no more bank conflicts than rows apart."""
+    qtype, cols = matrix.qtype, matrix.cols
+    slice_weights, slices = slice_cols(qtype, cols), _num_slices(matrix)
+    part_slices = blocks(slices, parts)
+    row_bytes, lane_bytes = matrix.bytes_of(cols), matrix.bytes_of(max(matrix.lane, 32))
+    part_bytes = min(part_slices * matrix.bytes_of(slice_weights), row_bytes)
+    is_filled = BLOCK[qtype].weights == 1 and cols % 32 != 0
+    own_rows = min(rows, matrix.rows)
+    best: _Cut | None = None
+    for shift in range(rows.bit_length()) if parts == 1 and not is_filled else (0,):
+        span_bytes = ((1 << shift) - 1) * row_bytes + part_bytes + LINE_BYTES * is_filled
+        longest = LINE_BYTES - matrix.align + span_bytes
+        chunks = blocks(longest, LINE_BYTES) * LINE_BYTES // 16 | 1
+        spans = blocks(own_rows, 1 << shift)
+        cut = _Cut(slice_weights, slices, part_slices, shift, chunks, spans * chunks)
+        if best is None:
+            best = cut
+            least = _conflicts(row_bytes, 16 * chunks, shift, lane_bytes)
+        elif _conflicts(row_bytes, 16 * chunks, shift, lane_bytes) <= least:
+            best = cut
+    assert best is not None
+    return best
+
+
+def _fixed_bytes(matrices: tuple[Matrix, ...], rows: int, columns: int, teams: int) -> int:
+    """Shared memory beside the slots: code book, planes of x, partial sums."""
+    kinds = _kinds(matrices)
+    has_rest = any(kind.qtype is QuantType.F32 for kind in kinds)
+    planes = len({kind.lane for kind in kinds}) + has_rest
+    book = BOOK_BYTES if any(code_book(kind.qtype) for kind in kinds) else 0
+    most_slices = max(map(_num_slices, matrices))
+    x_bytes = planes * blocks(matrices[0].cols, 32) * 64 * columns
+    return book + x_bytes + 2 * teams * most_slices * rows * columns * 4
+
+
+def _shapes(matrices: tuple[Matrix, ...], rows: int, warps: int, columns: int) -> Iterator[_Shape]:
+    """From the one that keeps most warps busy to the smallest, each with the fewest slots."""
+    main = max(matrices, key=lambda m: m.rows * m.bytes_of(m.cols))
+    slices = _num_slices(main)
+    for parts in range(1, max(map(_num_slices, matrices)) + 1):
+        cuts = tuple(
+            max(
+                (_cut(m, rows, parts) for m in matrices if _kind(m) == kind),
+                key=lambda cut: cut.slot_chunks,
+            )
+            for kind in _kinds(matrices)
+        )
+        part_slices = blocks(slices, parts)
+        team_warps = blocks(part_slices, blocks(part_slices, warps))
+        for teams in range(max(1, warps // team_warps), 0, -1):
+            fixed = _fixed_bytes(matrices, rows, columns, teams)
+            slot = 16 * max(cut.slot_chunks for cut in cuts) + GATE_BYTES
+            yield _Shape(rows, columns, team_warps, teams, parts, teams, cuts, fixed + teams * slot)
+
+
+def _with_slots(shape: _Shape, budget: int, stages: int) -> _Shape:
+    """The shape with as many slots as the budget and the stages of a block leave room for."""
+    slot = 16 * shape.slot_chunks + GATE_BYTES
+    more = (budget - shape.shared_bytes) // slot
+    slots = max(shape.slots, min(shape.slots + more, stages, MOST_SLOTS))
+    grown = shape.shared_bytes + (slots - shape.slots) * slot
+    return replace(shape, slots=slots, shared_bytes=grown)
+
+
+def few_rows(matrices: tuple[Matrix, ...], segments: int) -> int:
+    """Weight rows of a tile: sixteen where their bytes are few and tiles many."""
+    main = max(matrices, key=lambda m: m.rows * m.bytes_of(m.cols))
+    tiles = sum(blocks(m.rows, 16) for m in matrices) * segments
+    is_light = 16 * main.bytes_of(main.cols) <= LIGHT_TILE_BYTES
+    return 16 if is_light and tiles >= 2 * MULTIPROCESSORS else 8
+
+
+def _choose(
+    matrices: tuple[Matrix, ...], tokens: int, segments: int, limit: int, way: Way
+) -> tuple[_Shape, int]:
+    """The shape, and blocks per segment."""
+    rows = way.rows or few_rows(matrices, segments)
+    tiles = sum(blocks(m.rows, rows) for m in matrices)
+    heaviest = max(rows * m.bytes_of(m.cols) for m in matrices)
+    is_pair = tiles * segments > MULTIPROCESSORS and heaviest <= PAIR_TILE_BYTES
+    resident = way.resident or (2 if is_pair else 1)
+    budget = way.shared_bytes or (NARROW_BLOCK_BYTES if resident > 1 else WIDE_BLOCK_BYTES)
+    num_blocks = min(tiles, max(1, MULTIPROCESSORS * resident // segments))
+    for most in dict.fromkeys((min(budget, limit), min(WIDE_BLOCK_BYTES, limit), limit)):
+        for columns in (min(FEW_COLUMNS, tokens), 4, 2, 1):
+            if columns > tokens:
+                continue
+            for shape in _shapes(matrices, rows, way.warps, columns):
+                if shape.shared_bytes + RESERVED_BYTES <= most:
+                    stages = blocks(tiles, num_blocks) * shape.parts
+                    return _with_slots(shape, most - RESERVED_BYTES, stages), num_blocks
+            if most < limit:
+                break  # rather more shared memory than fewer columns
+    main = matrices[0]
+    raise DeviceError(
+        f"{main.qtype.name} product with {main.cols} columns does not fit a block's {limit} bytes "
+        "of shared memory"
+    )
+
+
+@lru_cache(maxsize=4096)
+def few_plan(
+    matrices: tuple[Matrix, ...],
+    tokens: int,
+    segments: int,
+    limit: int,
+    experts: int = 0,
+    way: Way = Way(),  # noqa: B008  # frozen
+) -> Plan:
+    """The few-row function for matrices that share x, or for those of each of several experts.
+
+    Args:
+        matrices: one to four, with at most three kinds and one code book among them; of experts one
+            or two of one kind.
+        tokens: most activation rows of one segment.
+        segments: passes over the tokens of 8 rows, or pairs.
+        limit: shared memory that a block may have.
+        experts: 0: no experts.
+        way: other than the usual choice.
+
+    Raises:
+        DeviceError: nothing fits the shared memory.
+    """
+    shape, num_blocks = _choose(matrices, tokens, segments, limit, way)
+    if not experts:
+        segments = blocks(tokens, shape.columns)
+    kinds = _kinds(matrices)
+    cuts = [number for cut in shape.cuts for number in cut[:5]]
+    own: tuple[int, ...] = ()
+    if len(matrices) == 1:
+        name = "grouped_few" if experts else "matmul_few"
+        parameters = f"{matrices[0].qtype.name}, {kinds[0].lane}, {shape.rows}, {kinds[0].align}"
+    elif experts:
+        name = "grouped_pair"
+        parameters = f"{matrices[0].qtype.name}, {kinds[0].lane}, {shape.rows}, {kinds[0].align}"
+    else:
+        name = "matmul_several"
+        parameters = ", ".join((str(shape.rows), *(f"Kind<{kind.template}>" for kind in kinds)))
+        filled = (*matrices, *(None for _ in range(MOST_MATRICES - len(matrices))))
+        for matrix in filled:
+            own += (0, 0) if matrix is None else (matrix.rows, kinds.index(_kind(matrix)))
+        cuts += [0] * (5 * (MOST_KINDS - len(kinds)))
+    defines = tuple(dict.fromkeys(d for kind in kinds for d in defines_of(kind.qtype)))
+    return Plan(
+        unit=Unit("matmul_few.cu", f"{name}<{parameters}>", defines + way.defines),
+        grid=(segments, num_blocks, 1),
+        block=(WARP * (shape.teams * shape.team_warps + 1), 1, 1),
+        shared_bytes=shape.shared_bytes,
+        extents=(
+            *((experts,) if experts else ()),
+            *own,
+            shape.columns,
+            shape.team_warps,
+            shape.slots,
+            shape.slot_chunks,
+            shape.parts,
+            *cuts,
+        ),
+    )
+
+
+def can_share(matrices: tuple[Matrix, ...]) -> bool:
+    """Whether one launch can make them all."""
+    kinds = _kinds(matrices)
+    books = {kind.qtype for kind in kinds if code_book(kind.qtype)}
+    return (
+        1 < len(matrices) <= MOST_MATRICES
+        and len(kinds) <= MOST_KINDS
+        and len(books) <= 1
+        and len({matrix.cols for matrix in matrices}) == 1
+    )

@@ -1,0 +1,99 @@
+// Tiles of weight rows brought to shared memory ahead of their use.
+//
+// A stage is ROWS rows of a matrix, whole or some slices of them. Rows lie one after the other in
+// memory, so a stage of whole rows is copied as spans of several rows, one contiguous run each, and
+// in whole lines of memory: requests that are neither cut nor repeated, which memory behind a link
+// needs. Spans begin 16 * chunks bytes apart in shared memory, chosen so that eight rows begin in
+// different banks.
+#pragma once
+#include "bulk.cuh"
+#include "mma.cuh"
+
+constexpr int LINE_BYTES = 128;
+
+// How a matrix's rows are cut, in bytes unless said.
+struct Cut {
+    int row, slice;          // a row; a slice of one
+    int part_slices, parts;  // slices of a stage; stages of a row
+    int span_shift, chunks;  // 1 << span_shift rows; 16 bytes from one span in shared memory on
+    int fill;                // zeros after a row, up to the end of a step of float weights
+};
+
+// Rows of a matrix; part: which of the stages of these rows.
+struct Stage {
+    const unsigned char *data;
+    int matrix_rows, first_row, rows, part;
+};
+
+// Where the copy of what begins at `from` begins: with its line, but not before the matrix.
+__device__ inline const unsigned char *line_of(const unsigned char *from,
+                                               const unsigned char *data) {
+    const unsigned long long line = reinterpret_cast<unsigned long long>(from) / LINE_BYTES;
+    const unsigned long long first = reinterpret_cast<unsigned long long>(data) / 16 * 16;
+    return reinterpret_cast<const unsigned char *>(max(line * LINE_BYTES, first));
+}
+
+// Where span `index` of a stage begins.
+__device__ inline const unsigned char *span_start(const Cut &cut, const Stage &stage, int index) {
+    const int row = stage.first_row + (index << cut.span_shift);
+    return stage.data + static_cast<long long>(row) * cut.row +
+           stage.part * cut.part_slices * cut.slice;
+}
+
+struct Span {
+    const unsigned char *from;  // a multiple of 16
+    int nbytes, tail, fill;     // whole 16 bytes; bytes after them; zeros after those
+};
+
+// Span `index` of a stage; nothing where it has fewer.
+__device__ inline Span span_of(const Cut &cut, const Stage &stage, int index) {
+    const int rows = min(1 << cut.span_shift, stage.rows - (index << cut.span_shift));
+    if (rows <= 0) return {stage.data, 0, 0, 0};
+    const unsigned char *start = span_start(cut, stage, index), *from = line_of(start, stage.data);
+    const int part = stage.part * cut.part_slices * cut.slice;
+    const int length = static_cast<int>(start - from) + (rows - 1) * cut.row +
+                       min(cut.part_slices * cut.slice, cut.row - part);
+    const int fill = stage.part + 1 == cut.parts ? cut.fill : 0;
+    // It ends with its line, but not in the zeros, nor behind the matrix.
+    const int over = static_cast<int>(-(reinterpret_cast<unsigned long long>(from) + length) &
+                                      (LINE_BYTES - 1));
+    const long long left =
+        stage.data + static_cast<long long>(stage.matrix_rows) * cut.row - (from + length);
+    const int end = length + (fill ? 0 : static_cast<int>(min(static_cast<long long>(over), left)));
+    return {from, end / 16 * 16, max(0, length - end / 16 * 16), fill};
+}
+
+__device__ inline void finish_span(unsigned char *to, const Span &span) {
+#pragma unroll 1
+    for (int i = 0; i < span.tail; i++) to[span.nbytes + i] = span.from[span.nbytes + i];
+#pragma unroll 1
+    for (int i = 0; i < span.fill; i++) to[span.nbytes + span.tail + i] = 0;
+}
+
+#if BULK
+// Starts the copies of a stage, by a whole warp; each of the first ROWS lanes arrives at the gate.
+template <int ROWS>
+__device__ inline void start_stage(unsigned char *slot, const Cut &cut, const Stage &stage,
+                                   unsigned long long *gate) {
+    const int index = threadIdx.x & 31;
+    if (index >= ROWS) return;
+    const Span span = span_of(cut, stage, index);
+    slot += index * cut.chunks * 16;
+    finish_span(slot, span);
+    arrive_expecting(gate, span.nbytes);
+    if (span.nbytes) copy_bulk(slot, span.from, span.nbytes, gate);
+}
+#else
+// Starts the copies of a stage, by so many threads together.
+template <int ROWS>
+__device__ inline void start_stage(unsigned char *slot, const Cut &cut, const Stage &stage,
+                                   int thread, int threads) {
+    for (int index = 0; index << cut.span_shift < ROWS; index++, slot += cut.chunks * 16) {
+        const Span span = span_of(cut, stage, index);
+#pragma unroll 4
+        for (int at = 16 * thread; at < span.nbytes; at += 16 * threads)
+            copy_async(slot + at, span.from + at);
+        if (thread == 0) finish_span(slot, span);
+    }
+}
+#endif
