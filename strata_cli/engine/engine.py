@@ -15,6 +15,7 @@ from strata_cli.engine.compiling import compile_ahead
 from strata_cli.engine.decode.step import Decoder
 from strata_cli.engine.device import RESERVE_BYTES, open_device
 from strata_cli.engine.device.base import Device, Stream
+from strata_cli.engine.device.timing import Spans
 from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.loading import Notice, Progress, load_weights
 from strata_cli.engine.forward.planning import DEFAULT_HOMES, Homes, Wishes, plan_model
@@ -28,6 +29,9 @@ from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.engine.model.tokenizer import Tokenizer
 from strata_cli.engine.prefill.chunks import Wanted, prefill
+from strata_cli.engine.prefill.dump import ResidualDump
+from strata_cli.engine.prefill.watching import Watch
+from strata_cli.engine.trace import NO_TRACE, Trace
 from strata_cli.errors import InputError, StateError
 
 logger = logging.getLogger(__name__)
@@ -51,6 +55,8 @@ class EngineOptions:
         homes: where experts and the n-gram table are wanted.
         will_chat: start the chat template's process now, so that the first chat need not wait.
         compile_ahead: on a first start on the host, compile all kernels before the first read.
+        trace: told of what the engine does.
+        prefill_dump_r: file for the residuals of every 64th prompt position; None: nowhere.
     """
 
     model: Path
@@ -63,6 +69,8 @@ class EngineOptions:
     homes: Homes = DEFAULT_HOMES
     will_chat: bool = False
     compile_ahead: bool = True
+    trace: Trace = NO_TRACE
+    prefill_dump_r: Path | None = None
 
 
 class Engine:
@@ -87,6 +95,7 @@ class Engine:
         stream: Stream,
         forward: Forward,
         port: RowPort,
+        watch: Watch,
         context_tokens: int,
         resources: ExitStack,
     ) -> None:
@@ -99,6 +108,7 @@ class Engine:
         self._stream = stream
         self._forward = forward
         self._port = port
+        self._watch = watch
         self._resources = resources
         self._is_closed = False
 
@@ -150,8 +160,18 @@ class Engine:
             forward = Forward(model.spec, weights, workspace, stream)
             if is_cold_host:
                 compile_ahead(forward, device, options.model, compiling)
+            watch = _watch(options, device)
+            resources.callback(watch.close)
             name = model.spec.name or model_stem(options.model)
             logger.info("%s on %s: context %d tokens, chunks of %d", name, device.name, *sizes)
+            options.trace.event(
+                "run.begin",
+                model=name,
+                device=device.name,
+                num_layers=model.spec.num_layers,
+                num_experts=model.spec.num_experts,
+                chunk_tokens=sizes.chunk_tokens,
+            )
             return cls(
                 spec=model.spec,
                 model_name=name,
@@ -161,6 +181,7 @@ class Engine:
                 stream=stream,
                 forward=forward,
                 port=port,
+                watch=watch,
                 context_tokens=context_tokens,
                 resources=resources.pop_all(),
             )
@@ -248,9 +269,16 @@ class Sequence:
         """
         self._check(ids)
         engine = self._engine
-        return prefill(
-            engine._forward, engine._port, self._state, ids, wanted=logits, progress=progress
-        )
+        with engine._watch.prompt(self.position, len(ids)):
+            return prefill(
+                engine._forward,
+                engine._port,
+                self._state,
+                ids,
+                wanted=logits,
+                progress=progress,
+                watch=engine._watch,
+            )
 
     def step(self, token_id: int) -> NDArray[np.float32]:
         """Read one token and return its logits [V]; equal to prefill([token_id]) in every bit.
@@ -353,6 +381,12 @@ def _open_device(options: EngineOptions) -> Device:
         vram_bytes=options.vram_bytes,
         vram_reserve_bytes=options.vram_reserve_bytes,
     )
+
+
+def _watch(options: EngineOptions, device: Device) -> Watch:
+    path = options.prefill_dump_r
+    dump = None if path is None else ResidualDump(path, device)
+    return Watch(Spans(device, options.trace), dump)
 
 
 def _context_tokens(spec: ModelSpec, wanted: int) -> int:

@@ -32,7 +32,7 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "run.begin": ("model", "device", "num_layers", "num_experts", "chunk_tokens"),
     "prompt.begin": ("position", "tokens"),
     "prompt.end": ("tokens", "dur_us"),
-    "chunk.begin": ("position", "tokens", "is_streamed", "ring_slots"),
+    "chunk.begin": ("position", "tokens", "ring_slots"),
     "chunk.end": ("tokens", "dur_us"),
     # what the device computed, on the stream that computes
     "layer.run": ("layer", "dur_us"),

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from strata_cli.engine.device.base import Device, Event, Stream
 from strata_cli.engine.trace import NO_TRACE, Trace
 
+ANCHOR_TRIES = 5
+
 
 class _Span(NamedTuple):
     ev: str
@@ -108,11 +110,24 @@ class Spans:
         return self._device.event(timing=True)
 
     def _find_anchor(self, stream: Stream) -> _Anchor:
+        """A point of the stream whose time on the host's clock is known best."""
+        best, best_ns = self._try_anchor(stream)
+        for _ in range(ANCHOR_TRIES - 1):
+            anchor, error_ns = self._try_anchor(stream)
+            if error_ns < best_ns:
+                best, anchor, best_ns = anchor, best, error_ns
+            self._free.append(anchor.event)
+        return best
+
+    def _try_anchor(self, stream: Stream) -> tuple[_Anchor, int]:
+        """A point of the stream, and within how many nanoseconds its time is known."""
         event = self._event()
+        before_ns = self.trace.now_ns()
         stream.record(event)
         while not event.query():
-            time.sleep(0)  # sleeping for longer would put every time off by as much
-        return _Anchor(event, self.trace.now_ns())
+            time.sleep(0)
+        error_ns = (self.trace.now_ns() - before_ns) // 2
+        return _Anchor(event, before_ns + error_ns), error_ns
 
 
 NO_SPANS = Spans(None, NO_TRACE)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from strata_cli.engine.device.base import Stream, Tensor
+from strata_cli.engine.device.timing import NO_SPANS, Spans
 from strata_cli.engine.experts.resident import ExpertMatrices
 from strata_cli.engine.forward.state import AttentionState, GdnState, NgramState, SequenceState
 from strata_cli.engine.forward.weights import (
@@ -71,13 +72,22 @@ class Forward:
     workspace: Workspace
     stream: Stream
 
-    def run(self, batch: Batch) -> None:
-        """Enqueue all layers; the residual streams of every row end up in workspace x."""
+    def run(self, batch: Batch, spans: Spans = NO_SPANS) -> None:
+        """Enqueue all layers; the residual streams of every row end up in workspace x.
+
+        Args:
+            batch: the rows.
+            spans: told of each layer; not while the stream is captured.
+        """
         take, num = self.workspace.take, batch.num_tokens
         x = take("x", num)
         embed_streams(self.stream, take("ids", num), self.weights.embed, x)
+        start = spans.mark(self.stream)
         for index, layer in enumerate(self.weights.layers):
             self.layer(index, layer, batch, x)
+            stop = spans.mark(self.stream)
+            spans.span("layer.run", start, stop, layer=index)
+            start = stop
 
     def layer(self, index: int, layer: LayerWeights, batch: Batch, x: Tensor) -> None:
         """Enqueue one layer, updating the residual streams x [T, S, D] in place.

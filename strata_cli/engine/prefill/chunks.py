@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.rows import RowPort, advancing, single
 from strata_cli.engine.forward.state import SequenceState
+from strata_cli.engine.prefill.watching import NO_WATCH, Watch
 
 Wanted: TypeAlias = Literal["last", "all", "none"]
 Progress: TypeAlias = Callable[[int, int], None]
@@ -24,6 +25,7 @@ def prefill(
     *,
     wanted: Wanted = "last",
     progress: Progress | None = None,
+    watch: Watch = NO_WATCH,
 ) -> NDArray[np.float32]:
     """Read tokens into a sequence, in chunks of at most the workspace's tokens.
 
@@ -36,6 +38,7 @@ def prefill(
         ids: at least one token; they must fit the context.
         wanted: which rows' logits to return.
         progress: called with (tokens read, tokens in all) after each chunk.
+        watch: looks on.
 
     Returns:
         "last": logits [V] of the last token; "all": [len(ids), V]; "none": [0].
@@ -44,11 +47,11 @@ def prefill(
     collected: list[NDArray[np.float32]] = []
     for start in range(0, len(ids), chunk_tokens):
         chunk = ids[start : start + chunk_tokens]
-        with advancing(state, chunk):
+        with watch.chunk(forward, state.position, len(chunk)), advancing(state, chunk):
             port.stage(chunk, range(state.position, state.position + len(chunk)))
             port.enqueue_inputs(len(chunk))
             port.mark_inputs()
-            forward.run(single(state, len(chunk)))
+            forward.run(single(state, len(chunk)), watch.spans)
         if wanted == "all":
             collected += _all_rows(forward, port, len(chunk))
         elif progress is not None:
