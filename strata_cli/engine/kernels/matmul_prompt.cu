@@ -15,13 +15,14 @@
 
 constexpr int STAGE = 128;        // k per stage of activations: four steps
 constexpr int TOKEN_BYTES = 256;  // of a token in a stage
-constexpr int RING = 8;           // tiles known at a time: more than copies run ahead
+constexpr int RING = 6;           // tiles known at a time: more than copies run ahead
 
 // What all tiles of a launch share.
 struct Product {
     const unsigned short *activations;
     float *out;
     int rows, cols, slice;
+    long long offset;  // of the matrix from where a tile says
 };
 
 // One tile: matrix, first row, and the tokens, which are rows `first ...` of out.
@@ -66,13 +67,15 @@ struct Many {
     static constexpr int X_PART = (X_COPIES + 3) / 4;
     static constexpr int X_EACH = THREADS / 16;  // even, so that a thread's tokens agree in parity
     static_assert(PENDING >= 0 && RAW_PASSES <= 4 && X_EACH % 2 == 0, "a shape that does not fit");
-    static_assert(X_AHEAD + 1 < RING - 1 && RAW_AHEAD + PER_RAW < RING, "too many slots");
+    // A tile is described by copies as well, and must have landed when others are begun for it.
+    static constexpr int TILES_AHEAD = X_AHEAD > RAW_SLOTS - 1 ? X_AHEAD : RAW_SLOTS - 1;
+    static_assert(RING - 2 - TILES_AHEAD > PENDING, "too many slots");
 
     const Product product;
     unsigned char *raw;
     unsigned char *x;
     Tile *ring;
-    unsigned *sources;  // [RING][TOKENS]: where the row of x of a token begins, in 16 bytes
+    unsigned *sources;  // [RING][TOKENS]: the row of x of a token
     LoadedBook<TYPE> book;
 
     __device__ Many(const Product &all, unsigned char *shared)
@@ -83,18 +86,9 @@ struct Many {
           sources(reinterpret_cast<unsigned *>(ring + RING)),
           book(load_any_book<TYPE>(sources + RING * TOKENS)) {}
 
-    // A tile becomes known; row_of(token) is the row of x of each of its tokens.
-    template <class RowOf>
-    __device__ void set_tile(int i, const Tile &tile, const RowOf &row_of) const {
-        if (threadIdx.x == 0) ring[i % RING] = tile;
-        for (int token = threadIdx.x; token < TOKENS; token += THREADS)
-            sources[i % RING * TOKENS + token] =
-                row_of(token) * static_cast<unsigned>(product.cols / 8);
-    }
-
     __device__ const unsigned char *row_at(const Tile &tile, int row, int raw_stage) const {
         const long long n = min(tile.first_row + row, product.rows - 1);
-        return tile.matrix + n * R::bytes(product.cols) + raw_stage * RAW_BYTES;
+        return tile.matrix + product.offset + n * R::bytes(product.cols) + raw_stage * RAW_BYTES;
     }
 
     __device__ static int phase_of(const unsigned char *row) {
@@ -139,7 +133,9 @@ struct Many {
         const int k = stage / PER_RAW * RAW + R::k_of(stage % PER_RAW * 4 + step, t);
         const int nbytes = FULL ? 16 : max(0, min(16, 2 * (product.cols - k)));
         const int own = threadIdx.x / 16, count = WHOLE ? TOKENS : ring[at.tile % RING].count;
-        const uint4 *first = reinterpret_cast<const uint4 *>(product.activations + k);
+        const unsigned row_bytes = 2 * product.cols;
+        const unsigned char *first =
+            reinterpret_cast<const unsigned char *>(product.activations + k);
         unsigned char *to =
             x + slot * X_SLOT_BYTES + own * TOKEN_BYTES + 16 * ((4 * step + t) ^ (4 * (own % 2)));
 #pragma unroll
@@ -147,10 +143,11 @@ struct Many {
             const int token = X_EACH * (FIRST + i);
             if (!WHOLE && own + token >= count) continue;
             if (token + X_EACH > TOKENS && own + token >= TOKENS) continue;
+            const unsigned long long at_row = static_cast<unsigned long long>(row_bytes) * from[i];
             if (FULL)
-                copy_async(to + token * TOKEN_BYTES, first + from[i]);
+                copy_async(to + token * TOKEN_BYTES, first + at_row);
             else
-                copy_async(to + token * TOKEN_BYTES, first + from[i], nbytes);
+                copy_async(to + token * TOKEN_BYTES, first + at_row, nbytes);
         }
     }
 
@@ -268,7 +265,8 @@ struct Many {
         return LANE >= 32 || stage * STAGE + 32 * step < product.cols;
     }
 
-    // The whole stream of a block. describe(i) tells the tile i of this block: set_tile.
+    // The whole stream of a block. describe(i) starts to write tile i of this block and its
+    // sources.
     template <class Describe>
     __device__ void run(int tiles, const Describe &describe) const {
         const int stages = (product.cols + STAGE - 1) / STAGE;
@@ -276,6 +274,8 @@ struct Many {
         const int all = tiles * stages;
         int known = min(tiles, RING - 1);
         for (int i = 0; i < known; i++) describe(i);
+        commit_copies();
+        wait_copies<0>();
         __syncthreads();
         Copies copies = {{0, 0}, {0, 0}, all - 1, all - 1, 0, 0};
         for (int i = 0; i < RAW_SLOTS - 1; i++) {
@@ -423,59 +423,73 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
                   long long slice) {
     using Block = Many<TYPE, LANE, ALIGN, ROW_WARPS, TOKEN_WARPS, X_SLOTS, RAW_SLOTS, true>;
     extern __shared__ uint4 shared[];
-    const Product product = {activations, out, static_cast<int>(rows), static_cast<int>(cols),
-                             static_cast<int>(slice)};
+    const Product product = {activations,
+                             out,
+                             static_cast<int>(rows),
+                             static_cast<int>(cols),
+                             static_cast<int>(slice),
+                             0};
     const Block block(product, reinterpret_cast<unsigned char *>(shared));
     const int num_tokens = tokens, token_tiles = (num_tokens + Block::TOKENS - 1) / Block::TOKENS;
     const int row_tiles = (static_cast<int>(rows) + Block::ROWS - 1) / Block::ROWS;
     const int tiles = share_of(token_tiles * row_tiles);
     if (tiles == 0) return;
     block.run(tiles, [&](int i) {
-        const int tile = blockIdx.x + i * gridDim.x;
+        const int tile = blockIdx.x + i * gridDim.x, slot = i % RING;
         const int first = tile % token_tiles * Block::TOKENS;
-        block.set_tile(
-            i,
-            {data, tile / token_tiles * Block::ROWS, first, min(Block::TOKENS, num_tokens - first)},
-            [&](int token) { return min(first + token, num_tokens - 1); });
+        if (threadIdx.x == 0)
+            block.ring[slot] = {data, tile / token_tiles * Block::ROWS, first,
+                                min(Block::TOKENS, num_tokens - first)};
+        for (int token = threadIdx.x; token < Block::TOKENS; token += Block::THREADS)
+            block.sources[slot * Block::TOKENS + token] = min(first + token, num_tokens - 1);
     });
 }
 
-// Inclusive prefix sum over the experts of their token tiles, [experts + 1] from zero.
-template <int TOKENS>
-__device__ inline void count_tiles(int *prefix, const int *expert_start, int experts) {
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    __shared__ int warp_sums[32];
-    if (threadIdx.x == 0) prefix[0] = 0;
-    int done = 0;
-    for (int first = 0; first < experts; first += blockDim.x) {
-        const int e = first + threadIdx.x;
-        int sum = e < experts ? (expert_start[e + 1] - expert_start[e] + TOKENS - 1) / TOKENS : 0;
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int below = __shfl_up_sync(0xffffffffu, sum, distance);
-            if (lane >= distance) sum += below;
-        }
-        if (lane == 31) warp_sums[warp] = sum;
-        __syncthreads();
-        int before = done;
-        for (int w = 0; w < warp; w++) before += warp_sums[w];
-        if (e < experts) prefix[e + 1] = before + sum;
-        for (int w = 0; w < warps; w++) done += warp_sums[w];
-        __syncthreads();
-    }
-}
+// Which token tiles are which expert's, in shared memory.
+struct Experts {
+    int *start;              // [experts + 1], as the argument
+    unsigned short *prefix;  // [experts + 1]: token tiles of the experts before
+    int count;
 
-// The last expert whose tiles begin at or before a token tile.
-__device__ inline int expert_of(const int *prefix, int experts, int token_tile) {
-    int low = 0, high = experts - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (prefix[middle] <= token_tile)
-            low = middle;
-        else
-            high = middle - 1;
+    // By all threads of the block; ends with a barrier.
+    template <int TOKENS>
+    __device__ void load(const int *expert_start) const {
+        const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+        __shared__ int warp_sums[32];
+        if (threadIdx.x == 0) prefix[0] = start[0] = 0;
+        int done = 0;
+        for (int first = 0; first < count; first += blockDim.x) {
+            const int e = first + threadIdx.x;
+            const int end = e < count ? expert_start[e + 1] : 0;
+            int sum = e < count ? (end - expert_start[e] + TOKENS - 1) / TOKENS : 0;
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int below = __shfl_up_sync(0xffffffffu, sum, distance);
+                if (lane >= distance) sum += below;
+            }
+            if (lane == 31) warp_sums[warp] = sum;
+            __syncthreads();
+            int before = done;
+            for (int w = 0; w < warp; w++) before += warp_sums[w];
+            if (e < count) prefix[e + 1] = before + sum, start[e + 1] = end;
+            for (int w = 0; w < warps; w++) done += warp_sums[w];
+            __syncthreads();
+        }
     }
-    return low;
-}
+
+    // The last one whose tiles begin at or before a token tile; by whole warps.
+    __device__ int of_tile(int token_tile) const {
+        const int lane = threadIdx.x & 31;
+        int low = 0, length = count;
+        while (length > 1) {
+            const int each = (length + 31) / 32, at = lane * each;
+            const bool begins = at < length && prefix[low + at] <= token_tile;
+            const int part = __popc(__ballot_sync(0xffffffffu, begins)) - 1;
+            low += part * each;
+            length = min(each, length - part * each);
+        }
+        return low;
+    }
+};
 
 // grouped_prompt: pairs sorted by expert; any grid, whose blocks go round robin through the tiles
 // of (expert, its tokens, weight rows), rows innermost.
@@ -487,24 +501,30 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
                    long long slice) {
     using Block = Many<TYPE, LANE, ALIGN, ROW_WARPS, TOKEN_WARPS, X_SLOTS, RAW_SLOTS, false>;
     extern __shared__ uint4 shared[];
-    const Product product = {activations, out, static_cast<int>(rows), static_cast<int>(cols),
-                             static_cast<int>(slice)};
+    const Product product = {
+        activations, out, static_cast<int>(rows), static_cast<int>(cols), static_cast<int>(slice),
+        offset_bytes};
     const Block block(product, reinterpret_cast<unsigned char *>(shared));
-    int *prefix = reinterpret_cast<int *>(block.sources + RING * Block::TOKENS) + BOOK_WORDS<TYPE>;
-    const int num_experts = experts;
-    count_tiles<Block::TOKENS>(prefix, expert_start, num_experts);
+    int *start = reinterpret_cast<int *>(block.sources + RING * Block::TOKENS) + BOOK_WORDS<TYPE>;
+    const Experts all = {start, reinterpret_cast<unsigned short *>(start + experts + 1),
+                         static_cast<int>(experts)};
+    all.load<Block::TOKENS>(expert_start);
     const int row_tiles = (static_cast<int>(rows) + Block::ROWS - 1) / Block::ROWS;
-    const int tiles = share_of(prefix[num_experts] * row_tiles);
+    const int tiles = share_of(all.prefix[all.count] * row_tiles);
     if (tiles == 0) return;
     block.run(tiles, [&](int i) {
+        if (threadIdx.x >= Block::TOKENS) return;
         const int tile = blockIdx.x + i * gridDim.x, token_tile = tile / row_tiles;
-        const int expert = expert_of(prefix, num_experts, token_tile);
-        const int start = expert_start[expert];
-        const int first = start + (token_tile - prefix[expert]) * Block::TOKENS;
-        const int count = min(Block::TOKENS, expert_start[expert + 1] - first);
-        block.set_tile(i,
-                       {reinterpret_cast<const unsigned char *>(blobs[expert]) + offset_bytes,
-                        tile % row_tiles * Block::ROWS, first, count},
-                       [&](int token) { return row_of[first + min(token, count - 1)]; });
+        const int expert = all.of_tile(token_tile), slot = i % RING;
+        const int first = all.start[expert] + (token_tile - all.prefix[expert]) * Block::TOKENS;
+        const int count = min(Block::TOKENS, all.start[expert + 1] - first);
+        if (threadIdx.x == 0) {
+            Tile &to = block.ring[slot];
+            copy_word<8>(&to.matrix, blobs + expert);
+            to.first_row = tile % row_tiles * Block::ROWS, to.first = first, to.count = count;
+        }
+        for (int token = threadIdx.x; token < Block::TOKENS; token += Block::THREADS)
+            copy_word<4>(block.sources + slot * Block::TOKENS + token,
+                         row_of + first + min(token, count - 1));
     });
 }

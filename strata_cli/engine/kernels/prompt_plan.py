@@ -28,7 +28,7 @@ from strata_cli.errors import DeviceError
 WARP_ROWS = 32
 WARP_TOKENS = 64
 TOKEN_BYTES = 256  # of one token in a stage of 128 k
-RING_TILES = 8
+RING_TILES = 6
 TILE_BYTES = 24
 SLOT_PADDING = 16
 BLOCK_SHARED_BYTES = 1 << 10  # that a multiprocessor keeps for each block
@@ -101,7 +101,7 @@ def prompt_shared_bytes(matrix: Matrix, shape: Shape, experts: int = 0) -> int:
     chunks = blocks(raw_bytes + 16 - math.gcd(matrix.align, raw_bytes), 16) | 1
     raw = shape.raw_slots * (shape.rows * 16 * chunks + SLOT_PADDING)
     known = RING_TILES * (TILE_BYTES + 4 * shape.tokens) + 64  # read, not used, beyond the last
-    rest = _book_bytes(matrix.qtype) + (4 * (experts + 1) if experts else 0)
+    rest = _book_bytes(matrix.qtype) + (6 * (experts + 1) if experts else 0)
     return raw + shape.x_slots * shape.tokens * TOKEN_BYTES + known + rest
 
 

@@ -37,9 +37,11 @@ using LoadedBook = typename BookOf<WIDE_COPIES<TYPE>>::Type;
 template <int TYPE>
 __device__ inline WideBook<WIDE_COPIES<TYPE>> load_wide_book(uint2 *shared) {
     constexpr int copies = WIDE_COPIES<TYPE>;
-    for (int i = threadIdx.x; i < Codec<TYPE>::BOOK * copies; i += blockDim.x) {
-        const Octet w = Codec<TYPE>::Magnitudes::look_up(BOOK[i / copies], 0, 0, 0);
-        shared[i] = make_uint2(w.pair[0], w.pair[1]);
+    for (int i = threadIdx.x; i < Codec<TYPE>::BOOK; i += blockDim.x) {
+        const Octet w = Codec<TYPE>::Magnitudes::look_up(BOOK[i], 0, 0, 0);
+#pragma unroll
+        for (int j = 0; j < copies; j++)  // threads begin at different copies: in different banks
+            shared[i * copies + (j + threadIdx.x) % copies] = make_uint2(w.pair[0], w.pair[1]);
     }
     return {shared + threadIdx.x % copies};
 }
