@@ -10,9 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.device.timing import NO_SPANS, Spans
 from strata_cli.engine.experts.resident import ExpertMatrices
+from strata_cli.engine.forward.feeding import ExpertFeed, ExpertGroup, ResidentFeed
 from strata_cli.engine.forward.state import AttentionState, GdnState, NgramState, SequenceState
 from strata_cli.engine.forward.weights import (
     AttentionWeights,
@@ -72,24 +75,32 @@ class Forward:
     workspace: Workspace
     stream: Stream
 
-    def run(self, batch: Batch, spans: Spans = NO_SPANS) -> None:
+    def run(self, batch: Batch, spans: Spans = NO_SPANS, feed: ExpertFeed | None = None) -> None:
         """Enqueue all layers; the residual streams of every row end up in workspace x.
 
         Args:
             batch: the rows.
             spans: told of each layer; not while the stream is captured.
+            feed: brings the routed experts; None: they are where the weights say.
         """
         take, num = self.workspace.take, batch.num_tokens
         x = take("x", num)
         embed_streams(self.stream, take("ids", num), self.weights.embed, x)
         start = spans.mark(self.stream)
         for index, layer in enumerate(self.weights.layers):
-            self.layer(index, layer, batch, x)
+            self.layer(index, layer, batch, x, feed)
             stop = spans.mark(self.stream)
             spans.span("layer.run", start, stop, layer=index)
             start = stop
 
-    def layer(self, index: int, layer: LayerWeights, batch: Batch, x: Tensor) -> None:
+    def layer(
+        self,
+        index: int,
+        layer: LayerWeights,
+        batch: Batch,
+        x: Tensor,
+        feed: ExpertFeed | None = None,
+    ) -> None:
         """Enqueue one layer, updating the residual streams x [T, S, D] in place.
 
         Layers follow each other: each leaves x normed for the next in the workspace.
@@ -104,7 +115,8 @@ class Forward:
             out = self._attention(index, layer.attention, batch, y)
         self._write(x, out, y.inject, layer.ffn_read.norm)
         y = self._read(layer.ffn_read, x, is_normed=True)
-        self._write(x, self._moe(layer.moe, y), y.inject, self._norm_ahead(index + 1))
+        out = self._moe(index, layer.moe, y, feed or self._residents(batch.num_tokens))
+        self._write(x, out, y.inject, self._norm_ahead(index + 1))
 
     def head(self, start: int, stop: int) -> Tensor:
         """Enqueue the final read and the head for rows start..stop of the last pass.
@@ -198,8 +210,9 @@ class Forward:
                 self.spec.rms_eps,
             )
         gated, out = take("gated", num), take("out", num)
-        gdn_kernels.gated_norm(stream, delta, z, weights.norm, self.spec.rms_eps, gated)
-        matmul(stream, gated, weights.out, out, self._rounded(gated))
+        rounded = self._room_for_rounded(gated)
+        gdn_kernels.gated_norm(stream, delta, z, weights.norm, self.spec.rms_eps, gated, rounded)
+        matmul(stream, gated, weights.out, out, rounded)
         return out
 
     def _attention(
@@ -298,48 +311,87 @@ class Forward:
             )
         return selected, num_selected
 
-    def _moe(self, weights: MoeWeights, read: LayerInput) -> Tensor:
-        y, rounded = read.values, read.rounded
-        take, num, stream = self.workspace.take, y.shape[0], self.stream
+    def _residents(self, num_tokens: int) -> ExpertFeed:
+        experts = [layer.moe.experts for layer in self.weights.layers]
+        return ResidentFeed(experts, num_tokens * self.spec.num_experts_per_tok)
+
+    def _moe(self, index: int, weights: MoeWeights, read: LayerInput, feed: ExpertFeed) -> Tensor:
+        """Enqueue a layer's experts. What does not depend on the routing fills the wait for it."""
+        take, num, stream = self.workspace.take, read.values.shape[0], self.stream
         router, ids = take("router", num), take("expert_ids", num)
-        ranks, start = take("expert_weights", num), take("expert_start", self.spec.num_experts + 1)
-        pairs = num * self.spec.num_experts_per_tok
-        row_of, pair_of = take("row_of", pairs), take("pair_of", num)
-        matmul(stream, y, weights.router, router)
-        moe.route_in_order(stream, router, ids, ranks, start, row_of, pair_of)
-        shared_out, shared_logit = take("shared_out", num), take("shared_logit", num)
-        gate, up = take("shared_gate", num), take("shared_up", num)
-        matmul(stream, y, weights.shared_logit, shared_logit, rounded)
-        matmul(stream, y, weights.shared_gate, gate, rounded)
-        matmul(stream, y, weights.shared_up, up, rounded)
-        expert_out = self._routed(weights.experts, y, rounded, row_of, start, pairs)
+        places, start = take("expert_weights", num), take("expert_start", self.spec.num_experts + 1)
+        row_of = take("row_of", num * self.spec.num_experts_per_tok)
+        pair_of = take("pair_of", num)
+        matmul(stream, read.values, weights.router, router)
+        experts, rank_of = feed.experts(index)
+        ranked = None if rank_of is None else moe.Ranked(rank_of, take("expert_ranks", num))
+        moe.route_in_order(stream, router, ids, places, start, row_of, pair_of, ranked)
+        feed.publish(index, start)
+        shared_logit = take("shared_logit", num)
+        matmul(stream, read.values, weights.shared_logit, shared_logit, read.rounded)
+        shared_out = self._shared(weights, read)
+        for group in feed.groups(index):
+            self._routed(experts, read, row_of, start, group)
+        out, expert_out = take("out", num), take("expert_out", row_of.shape[0])
+        moe.combine(stream, expert_out, pair_of, places, shared_out, shared_logit, out)
+        return out
+
+    def _shared(self, weights: MoeWeights, read: LayerInput) -> Tensor:
+        take, num, stream = self.workspace.take, read.values.shape[0], self.stream
+        gate, up, out = take("shared_gate", num), take("shared_up", num), take("shared_out", num)
+        matmul(stream, read.values, weights.shared_gate, gate, read.rounded)
+        matmul(stream, read.values, weights.shared_up, up, read.rounded)
         moe.swiglu(stream, gate, up, gate)
-        matmul(stream, gate, weights.shared_down, shared_out, self._rounded(gate))
-        out = take("out", num)
-        moe.combine(stream, expert_out, pair_of, ranks, shared_out, shared_logit, out)
+        matmul(stream, gate, weights.shared_down, out, self._rounded_over(up, gate, 0))
         return out
 
     def _routed(
         self,
         experts: ExpertMatrices,
-        y: Tensor,
-        rounded: Tensor | None,
+        read: LayerInput,
         row_of: Tensor,
         start: Tensor,
-        pairs: int,
-    ) -> Tensor:
-        stream, width = self.stream, experts.gate.layout.rows
-        gate = self.workspace.take_shaped("expert_gate", pairs, width)
-        up = self.workspace.take_shaped("expert_up", pairs, width)
-        out = self.workspace.take("expert_out", pairs)
-        blobs, layout = experts.gate.blobs, experts.gate.layout
-        grouped_matmul(stream, y, blobs, layout, row_of, start, gate, rounded)
-        grouped_matmul(stream, y, experts.up.blobs, experts.up.layout, row_of, start, up, rounded)
-        moe.swiglu(stream, gate, up, gate)
-        down, in_order = experts.down, self.workspace.numbers(pairs)
-        rounded = self._rounded(gate)
-        grouped_matmul(stream, gate, down.blobs, down.layout, in_order, start, out, rounded)
-        return out
+        group: ExpertGroup,
+    ) -> None:
+        """Enqueue the products of a group of experts: their pairs' rows of expert_out."""
+        stream, pairs, ranks = self.stream, row_of.shape[0], group.ranks
+        first, stop, num_pairs = group.pairs.start, group.pairs.stop, len(group.pairs)
+        start = start.rows(ranks.start, ranks.stop + 1)
+        gate_up = []
+        for name, matrix in (("expert_gate", experts.gate), ("expert_up", experts.up)):
+            out = self.workspace.take_shaped(name, pairs, matrix.layout.rows)
+            blobs, layout = matrix.blobs.rows(ranks.start, ranks.stop), matrix.layout
+            x, rounded = read.values, read.rounded
+            grouped_matmul(stream, x, blobs, layout, row_of, start, out, rounded, num_pairs)
+            gate_up.append(out)
+        gate, up = gate_up
+        own = gate.rows(first, stop)
+        moe.swiglu(stream, own, up.rows(first, stop), own)
+        rounded = self._rounded_over(up, own, first)
+        in_order, down = self.workspace.numbers(pairs), experts.down
+        blobs, out = (
+            down.blobs.rows(ranks.start, ranks.stop),
+            self.workspace.take("expert_out", pairs),
+        )
+        grouped_matmul(stream, gate, blobs, down.layout, in_order, start, out, rounded, num_pairs)
+
+    def _rounded_over(self, used: Tensor, x: Tensor, first: int) -> Tensor | None:
+        """Enqueue rows of f16 over float32 rows that are used up, where rows are many.
+
+        Args:
+            used: [R, K], its rows before the end of x's used up; halves of a row take half of its
+                room, so that they reach no row behind them.
+            x: rows first.. of R, [n, K].
+            first: row.
+
+        Returns:
+            float16 [R, K]; rows before first as earlier calls left them.
+        """
+        if x.shape[0] <= FEW_TOKENS:
+            return None
+        halves = Tensor.over(used.buffer, used.shape, np.float16, used.offset_bytes)
+        round_rows(self.stream, x, halves.rows(first, first + x.shape[0]))
+        return halves
 
     def _ngram(self, weights: NgramWeights, batch: Batch, x: Tensor) -> None:
         take, num, stream = self.workspace.take, batch.num_tokens, self.stream

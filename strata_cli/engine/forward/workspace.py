@@ -37,15 +37,7 @@ def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scra
     width = max(spec.moe_intermediate_size)
     blocks = max((spec.indexer_budget_tokens // r for r in spec.index_ratio if r), default=1)
     embedding = 0 if spec.ngram is None else spec.ngram.num_heads * spec.ngram.row_width
-    # What is multiplied with one token: its own rows, or those of its experts side by side.
-    widest = max(
-        wide,
-        values,
-        heads * spec.head_dim,
-        embedding,
-        spec.num_experts_per_tok * width,
-        spec.shared_intermediate_size,
-    )
+    widest = max(wide, values, heads * spec.head_dim, embedding)  # of what is multiplied
     t, i32 = num_tokens, np.int32
     plan = [
         Scratch("ids", t, (), i32),
@@ -80,6 +72,7 @@ def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scra
         Scratch("attended", t, (heads * spec.head_dim,)),
         Scratch("router", t, (spec.num_experts,)),
         Scratch("expert_ids", t, (spec.num_experts_per_tok,), i32),
+        Scratch("expert_ranks", t, (spec.num_experts_per_tok,), i32),
         Scratch("expert_weights", t, (spec.num_experts_per_tok,)),
         Scratch("expert_start", spec.num_experts + 1, (), i32),
         Scratch("row_of", pairs, (), i32),

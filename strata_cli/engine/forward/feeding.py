@@ -1,0 +1,72 @@
+"""Where a pass finds each layer's routed experts, and in which groups it may use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from strata_cli.engine.device.base import Tensor
+from strata_cli.engine.experts.resident import ExpertMatrices
+
+
+class RankedExperts(NamedTuple):
+    """A layer's experts as a pass uses them.
+
+    Attributes:
+        matrices: their address tables are by rank.
+        rank_of: rank of each expert, int32 [E]; None: an expert's id is its rank.
+    """
+
+    matrices: ExpertMatrices
+    rank_of: Tensor | None
+
+
+class ExpertGroup(NamedTuple):
+    """Experts of neighbouring ranks, and the places of their pairs among all sorted by rank."""
+
+    ranks: range
+    pairs: range
+
+
+class ExpertFeed(Protocol):
+    """Hands one pass its experts, layer by layer. Everything is enqueued on the pass's stream."""
+
+    def experts(self, layer: int) -> RankedExperts:
+        """The layer's experts; where their bytes are may be known only when groups come."""
+        ...
+
+    def publish(self, layer: int, expert_start: Tensor) -> None:
+        """The layer's pairs are sorted: expert_start int32 [E + 1], by rank. Does not block."""
+        ...
+
+    def groups(self, layer: int) -> Iterator[ExpertGroup]:
+        """Every expert that has pairs, in exactly one group; ranks ascend.
+
+        Whoever iterates enqueues a group's products before asking for the next one, and takes all
+        groups. May block until the routing is known and bytes are on their way.
+        """
+        ...
+
+
+class ResidentFeed:
+    """Experts that are all where kernels read them: one group, and nothing to wait for.
+
+    Args:
+        layers: of the model; rank is id.
+        num_pairs: of a layer, in the pass.
+    """
+
+    def __init__(self, layers: Sequence[ExpertMatrices], num_pairs: int) -> None:
+        self._layers = layers
+        self._pairs = range(num_pairs)
+
+    def experts(self, layer: int) -> RankedExperts:
+        """See ExpertFeed."""
+        return RankedExperts(self._layers[layer], None)
+
+    def publish(self, layer: int, expert_start: Tensor) -> None:
+        """Nobody needs to know."""
+
+    def groups(self, layer: int) -> Iterator[ExpertGroup]:
+        """See ExpertFeed."""
+        yield ExpertGroup(range(self._layers[layer].gate.blobs.shape[0]), self._pairs)
