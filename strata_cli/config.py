@@ -28,7 +28,9 @@ from strata_cli.parsers import (
     device_name,
     embedded_or_path,
     file_path,
+    none_or_path,
     number,
+    trace_target,
     whole_number,
 )
 
@@ -115,6 +117,16 @@ class StrataConfig:
     )
     state_hash: bool = setting(
         False, "Report the hash of every part of the sequence's state.", parse=boolean
+    )
+    trace: str = setting(
+        "",
+        "Write what the run does as JSON lines (docs/trace.md): to stderr or to a file.",
+        parse=trace_target,
+    )
+    prefill_dump_r: Path | None = setting(
+        None,
+        "File for the residual streams of every 64th prompt token, to compare runs bit by bit.",
+        parse=none_or_path,
     )
     progress: bool | None = setting(
         None,

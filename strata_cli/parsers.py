@@ -201,6 +201,14 @@ def _to_path(text: str) -> Path:
         ) from None
 
 
+def _to_trace_target(text: str) -> str:
+    """Nothing for nowhere, "1" for stderr; a file of that name is given with its folder."""
+    if text in ("0", "1"):
+        return text.strip("0")
+    path = str(_to_path(text))
+    return f"./{path}" if path in ("0", "1") else path
+
+
 boolean: Parser[bool] = Parser(
     expected="0, 1, false or true",
     metavar="0|1",
@@ -212,6 +220,14 @@ boolean: Parser[bool] = Parser(
 
 file_path: Parser[Path] = Parser(
     expected="the path of a file", metavar="PATH", convert=_to_path, accepts=lambda _value: True
+)
+
+trace_target: Parser[str] = Parser(
+    expected="0, 1 (stderr) or the path of a file",
+    metavar="0|1|PATH",
+    convert=_to_trace_target,
+    accepts=lambda _value: True,
+    show=lambda value: value or "0",
 )
 
 device_name: Parser[str] = Parser(
@@ -226,3 +242,4 @@ auto_or_threads = or_word("auto", 0, whole_number(1, 1024))
 auto_or_bytes = or_word("auto", 0, byte_size(1 << 20))
 auto_or_boolean = or_word("auto", None, boolean)
 embedded_or_path = or_word("embedded", None, file_path)
+none_or_path = or_word("none", None, file_path)

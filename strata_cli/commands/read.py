@@ -13,15 +13,14 @@ import click
 import orjson
 
 from strata_cli.commands.logits_file import LogitsFile, check_distinct, check_logits_file
+from strata_cli.commands.opening import open_engine, sampler_of
 from strata_cli.commands.options import config_options, load_config, written
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import PromptSource, parse_ids
 from strata_cli.commands.report import as_json, as_table
 from strata_cli.commands.streams import require_stdout
-from strata_cli.config import StrataConfig
 from strata_cli.engine import reading
-from strata_cli.engine.decode.sampling import Sampler
-from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.engine import Engine
 from strata_cli.engine.model.tokenizer import StreamDecoder
 from strata_cli.engine.reading import ReadRequest, ReadResult
 from strata_cli.models import DEMO_MODEL_PATH
@@ -128,14 +127,14 @@ def read(
     )
     started = time.perf_counter()
     will_chat = not raw and isinstance(text_or_ids, str)
-    with _open_engine(config, will_chat=will_chat) as engine, engine.sequence() as sequence:
+    with open_engine(config, will_chat=will_chat) as engine, engine.sequence() as sequence:
         load_ms = (time.perf_counter() - started) * 1e3
         request = ReadRequest(
             ids=source.encode(engine, text_or_ids),
             top=_top(top, bool(allowed or ids_allowed), max_tokens),
             allowed_ids=_allowed(engine, allowed, ids_allowed),
             max_tokens=max_tokens,
-            sampler=_sampler(config),
+            sampler=sampler_of(config),
             all_logits=all_file is not None,
             state_hash=config.state_hash,
             deterministic=config.deterministic,
@@ -190,38 +189,6 @@ def _logits_file(
         return None
     names = {what: os.fspath(name) for what, name in inputs.items() if name is not None}
     return check_logits_file(flag, path, names)
-
-
-def _open_engine(config: StrataConfig, *, will_chat: bool) -> Engine:
-    options = EngineOptions(
-        model=config.model or DEMO_MODEL_PATH,
-        device=config.device,
-        threads=config.threads,
-        vram_bytes=config.vram_bytes,
-        vram_reserve_bytes=config.vram_reserve_mib << 20,
-        max_context=config.max_context,
-        prefill=config.prefill,
-        will_chat=will_chat,
-    )
-    with (
-        progress_bar("loading", "B", config.progress, scale=True) as loading,
-        progress_bar("compiling", "kernel", config.progress) as compiling,
-    ):
-        return Engine.open(options, loading, notice=_notice, compiling=compiling)
-
-
-def _notice(text: str) -> None:
-    click.echo(f"strata: {text}", err=True)
-
-
-def _sampler(config: StrataConfig) -> Sampler:
-    return Sampler(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        seed=config.seed,
-    )
 
 
 def _top(top: int | None, has_allowed: bool, max_tokens: int) -> int:

@@ -22,6 +22,7 @@ import orjson
 from strata_cli.errors import InputError, StrataError, path_text
 
 VERSION = 1
+STDERR = "1"  # the target, as the setting spells it
 OUTSIDE = -1  # the chunk of an event that belongs to none
 
 Event: TypeAlias = dict[str, Any]
@@ -153,7 +154,7 @@ def open_trace(target: str, *more: Sink) -> Iterator[Trace]:
     """
     with contextlib.ExitStack() as files:
         sinks = list(more)
-        if target == "1":
+        if target == STDERR:
             sinks.append(_stderr_writer())
         elif target:
             sinks.append(LineWriter(files.enter_context(_open(Path(target))), target))

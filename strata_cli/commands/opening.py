@@ -1,0 +1,85 @@
+"""From settings to an engine: what every command that runs a model opens the same way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from strata_cli.commands.logits_file import check_logits_file
+from strata_cli.commands.progress import progress_bar
+from strata_cli.config import StrataConfig
+from strata_cli.engine.decode.sampling import Sampler
+from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.trace import STDERR, Sink, Trace, open_trace
+from strata_cli.models import DEMO_MODEL_PATH
+
+
+@contextmanager
+def open_engine(
+    config: StrataConfig, *, will_chat: bool, sinks: tuple[Sink, ...] = ()
+) -> Iterator[Engine]:
+    """The model that the settings name, loaded; closed with its trace when the block ends.
+
+    Shows progress on stderr.
+
+    Args:
+        config: the settings.
+        will_chat: the prompt goes through the chat template.
+        sinks: get every event of the trace, besides where the settings send it.
+
+    Raises:
+        StrataError: see Engine.open; or the trace or the residual dump cannot be written.
+    """
+    _check_outputs(config)
+    with (
+        open_trace(config.trace, *sinks) as trace,
+        _open(config, trace, will_chat=will_chat) as engine,
+    ):
+        yield engine
+
+
+def sampler_of(config: StrataConfig) -> Sampler:
+    """How tokens are chosen."""
+    return Sampler(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        seed=config.seed,
+    )
+
+
+def _open(config: StrataConfig, trace: Trace, *, will_chat: bool) -> Engine:
+    options = EngineOptions(
+        model=config.model or DEMO_MODEL_PATH,
+        device=config.device,
+        threads=config.threads,
+        vram_bytes=config.vram_bytes,
+        vram_reserve_bytes=config.vram_reserve_mib << 20,
+        max_context=config.max_context,
+        prefill=config.prefill,
+        will_chat=will_chat,
+        trace=trace,
+        prefill_dump_r=config.prefill_dump_r,
+    )
+    with (
+        progress_bar("loading", "B", config.progress, scale=True) as loading,
+        progress_bar("compiling", "kernel", config.progress) as compiling,
+    ):
+        return Engine.open(options, loading, notice=_notice, compiling=compiling)
+
+
+def _check_outputs(config: StrataConfig) -> None:
+    """Refuse to write over the model, or where nothing can be written."""
+    inputs = {"model": os.fspath(config.model or DEMO_MODEL_PATH)}
+    if config.trace not in ("", STDERR):
+        check_logits_file("STRATA_TRACE", config.trace, inputs)
+    if config.prefill_dump_r is not None:
+        check_logits_file("STRATA_PREFILL_DUMP_R", os.fspath(config.prefill_dump_r), inputs)
+
+
+def _notice(text: str) -> None:
+    click.echo(f"strata: {text}", err=True)
