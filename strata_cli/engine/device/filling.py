@@ -1,4 +1,4 @@
-"""Fills arenas from memory-mapped files: several threads read while the device copies."""
+"""Fills memory from memory-mapped files: several threads read, and a device copies meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -87,6 +87,48 @@ def _fill_directly(
         progress(nbytes)
 
 
+class Rows(NamedTuple):
+    """Rows of a memory-mapped file and their places in host memory.
+
+    Attributes:
+        out: uint8 [n, nbytes]; the rows may lie apart.
+        source: uint8 [n, nbytes], contiguous.
+    """
+
+    out: NDArray[np.uint8]
+    source: NDArray[np.uint8]
+
+
+def fill_rows(parts: Iterable[Rows], progress: Callable[[int], None]) -> None:
+    """Copy rows from files to their places, by several threads. Blocks until they are there.
+
+    Args:
+        parts: what goes where; places must not overlap. In the files' order it is fastest.
+        progress: called in this thread with the number of bytes done since the last call.
+
+    Raises:
+        DeviceError: a source cannot be read any more (its file was cut, or the disk fails).
+    """
+    with ThreadPoolExecutor(_num_threads(), thread_name_prefix="strata-fill") as threads:
+        for nbytes in threads.map(
+            _copy_rows, _row_pieces(parts)
+        ):  # left early, it cancels the rest
+            progress(nbytes)
+
+
+def _row_pieces(parts: Iterable[Rows]) -> Iterator[Rows]:
+    for out, source in parts:
+        together = max(1, PIECE_BYTES // max(source.shape[1], 1))
+        for first in range(0, len(source), together):
+            yield Rows(out[first : first + together], source[first : first + together])
+
+
+def _copy_rows(piece: Rows) -> int:
+    read_ahead(piece.source)
+    np.copyto(piece.out, piece.source)
+    return piece.source.nbytes
+
+
 class _Slot(NamedTuple):
     """Pinned room for one piece, and the point behind the copy that reads it."""
 
@@ -163,13 +205,17 @@ def _give_up(readings: deque[_Reading]) -> None:
             reading.done.exception()
 
 
-def read_ahead(source: NDArray[np.uint8]) -> None:
+def read_ahead(source: NDArray[np.uint8], least_bytes: int | None = None) -> None:
     """Have the kernel read and map all pages of a stretch at once, instead of one fault each.
+
+    Args:
+        source: contiguous.
+        least_bytes: shorter stretches are left to the faults; None: PREFETCHED_BYTES.
 
     Raises:
         DeviceError: a page cannot be read; touching it would kill the process with SIGBUS.
     """
-    if source.size < PREFETCHED_BYTES:
+    if source.size < (PREFETCHED_BYTES if least_bytes is None else least_bytes):
         return
     address = int(source.__array_interface__["data"][0])
     first = address // mmap.PAGESIZE * mmap.PAGESIZE

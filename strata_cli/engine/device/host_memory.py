@@ -126,6 +126,12 @@ def locked_bytes(nbytes: int) -> NDArray[np.uint8]:
     return data
 
 
+def memlock_limit() -> str:
+    """How much memory this process may lock, for messages."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else gib(soft)
+
+
 def _too_big(nbytes: int, free: int, total: int) -> OutOfMemory:
     return OutOfMemory(
         f"host memory: need {gib(nbytes)}, available {gib(free)} of {gib(total)}",
@@ -158,12 +164,10 @@ def _warn_unlocked(nbytes: int, code: int) -> None:
     if _Warned.unlocked:
         return
     _Warned.unlocked = True
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else gib(soft)
     logger.warning(
         "pinned memory is not page-locked: mlock of %s failed (%s), RLIMIT_MEMLOCK is %s; "
         "raise it with ulimit -l or LimitMEMLOCK= in the systemd unit",
         gib(nbytes),
         os.strerror(code),
-        limit,
+        memlock_limit(),
     )

@@ -19,6 +19,7 @@ NGRAM_TABLE = "per_layer_token_embd.weight"
 EXPERT_GATE = "ffn_gate_exps.weight"
 EXPERT_UP = "ffn_up_exps.weight"
 EXPERT_GATE_UP = "ffn_gate_up_exps.weight"  # one tensor instead of both, gate rows first
+EXPERT_DOWN = "ffn_down_exps.weight"
 
 DRAFT_ONLY_NAMES = frozenset(
     f"nextn.{part}.weight"
@@ -119,7 +120,7 @@ def _moe_shapes(spec: ModelSpec, layer: int, *, fused_gate_up: bool) -> dict[str
     width, shared = spec.moe_intermediate_size[layer], spec.shared_intermediate_size
     shapes: dict[str, Shape] = {
         "ffn_gate_inp.weight": (experts, hidden),
-        "ffn_down_exps.weight": (experts, hidden, width),
+        EXPERT_DOWN: (experts, hidden, width),
         "ffn_gate_inp_shexp.weight": (hidden,),
         "ffn_gate_shexp.weight": (shared, hidden),
         "ffn_up_shexp.weight": (shared, hidden),
