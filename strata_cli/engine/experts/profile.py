@@ -1,0 +1,180 @@
+"""The expert profile: how much each expert is used, counted, kept in a file, and as a ranking."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.model.expected import EXPERT_DOWN
+from strata_cli.engine.model.tensors import ModelFile
+from strata_cli.errors import ConfigError, ShapeError, path_text
+
+VERSION = 1
+_SPARE_BYTES = 1 << 16  # of a profile beside its numbers
+_HINT = "leave --expert-profile out: a new one is then measured"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertProfile:
+    """How much each expert of one model is used.
+
+    Attributes:
+        key: of the model, see model_key().
+        use: tokens, or any measure in proportion, at least 0, float64 [L, E].
+    """
+
+    key: str
+    use: NDArray[np.float64]
+
+    @property
+    def scores(self) -> NDArray[np.float32]:
+        """Use as the scores that copy orders are made from, [L, E]."""
+        return self.use.astype(np.float32)
+
+    def ranking(self) -> NDArray[np.int64]:
+        """All pairs, layer * E + expert, most used first, [L * E].
+
+        Pairs of equal use take turns between the layers, so that nobody is favoured.
+        """
+        num_layers, num_experts = self.use.shape
+        pairs = np.arange(num_layers * num_experts).reshape(num_layers, num_experts)
+        by_turns = pairs.T.reshape(-1)
+        order = np.argsort(-self.use.T.reshape(-1), kind="stable")
+        ranking: NDArray[np.int64] = by_turns[order]
+        return ranking
+
+    def plus(self, use: NDArray[np.integer], decay: float = 1.0) -> ExpertProfile:
+        """The profile after more tokens.
+
+        Args:
+            use: tokens of each expert, [L, E].
+            decay: what the use so far still counts, 0..1.
+
+        Raises:
+            ShapeError: use has another shape.
+        """
+        if use.shape != self.use.shape:
+            raise ShapeError(f"use of {list(use.shape)} experts for {list(self.use.shape)}")
+        return replace(self, use=decay * self.use + use)
+
+
+def even_profile(model: ModelFile) -> ExpertProfile:
+    """That of a model about which nothing is known: no expert is used."""
+    shape = (model.spec.num_layers, model.spec.num_experts)
+    return ExpertProfile(model_key(model), np.zeros(shape))
+
+
+def model_key(model: ModelFile) -> str:
+    """32 hex digits that tell models apart: name, dimensions, expert types and file sizes.
+
+    A renamed or moved file keeps its key. Two models that differ in their weights' values alone
+    have the same one: a profile then fits less well, but nothing breaks.
+    """
+    spec = model.spec
+    facts = {
+        "name": spec.name,
+        "layers": spec.num_layers,
+        "experts": [spec.num_experts, spec.num_experts_per_tok],
+        "hidden": spec.hidden_size,
+        "widths": list(spec.moe_intermediate_size),
+        "vocabulary": spec.vocab_size,
+        "types": [
+            int(model.layer_tensor(layer, EXPERT_DOWN).qtype) for layer in range(spec.num_layers)
+        ],
+        "sizes": [path.stat().st_size for path in model.file.paths],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def save_profile(path: Path, profile: ExpertProfile) -> None:
+    """Write a profile. Whatever happens, the file is the old one or the new one, whole.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    try:
+        _write(path, profile)
+    except OSError as error:
+        raise ConfigError(
+            f"the expert profile {path_text(path)} cannot be written: {error.strerror}",
+            hint="check the folder of --expert-profile",
+        ) from error
+
+
+def _write(path: Path, profile: ExpertProfile) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, version=VERSION, key=np.array(profile.key), use=profile.use)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def load_profile(path: Path, model: ModelFile) -> ExpertProfile:
+    """Read a profile of this model.
+
+    Raises:
+        ConfigError: it is not there, damaged, of another model, or of other dimensions.
+    """
+    shape = (model.spec.num_layers, model.spec.num_experts)
+    values = _read(path, shape)
+    shown, key = path_text(path), model_key(model)
+    if values["version"].tolist() != VERSION:
+        raise ConfigError(f"the expert profile {shown} is of another version", hint=_HINT)
+    if values["key"].tolist() != key:
+        raise ConfigError(
+            f"the expert profile {shown} belongs to another model ({values['key']!s:.32}, "
+            f"not {key})",
+            hint=_HINT,
+        )
+    use = values["use"]
+    if use.shape != shape or use.dtype != np.float64:
+        raise ConfigError(
+            f"the expert profile {shown} has {use.dtype} {list(use.shape)}, "
+            f"expected float64 {list(shape)} (layers, experts)",
+            hint=_HINT,
+        )
+    if not np.isfinite(use).all() or (use < 0).any():
+        raise ConfigError(f"the expert profile {shown} has uses that are no counts", hint=_HINT)
+    return ExpertProfile(key, use)
+
+
+def _read(path: Path, shape: tuple[int, int]) -> Mapping[str, NDArray[Any]]:
+    """The arrays of the file, as they are; refuses what is much too large before it is read."""
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            most_bytes = shape[0] * shape[1] * 8 + _SPARE_BYTES
+            if sum(info.file_size for info in archive.infolist()) > most_bytes:
+                raise _damaged(path, f"more than {most_bytes} bytes")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in ("version", "key", "use")}
+    except OSError as error:
+        raise ConfigError(
+            f"the expert profile {path_text(path)} cannot be read: {error.strerror}",
+            hint="check --expert-profile",
+        ) from error
+    except (zipfile.BadZipFile, ValueError, KeyError, EOFError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"the expert profile {path_text(path)} is damaged or none: {reason}", hint=_HINT
+    )

@@ -1,0 +1,275 @@
+"""The stager: helper threads that bring blobs of the file into pinned buffers, ahead of their copy.
+
+Job j uses buffer j mod num_buffers, once the copy of job j - num_buffers has left it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Device, Event, Tensor
+from strata_cli.errors import DeviceError, StateError
+
+NUM_BUFFERS = 16
+NUM_THREADS = 4
+SHORTEST_NAP_S, LONGEST_NAP_S = 50e-6, 1e-3
+NO_JOB = -1
+
+
+class BlobSource(Protocol):
+    """Where blobs come from. Any thread may ask, several at once."""
+
+    def blob_bytes(self, layer: int) -> int:
+        """Bytes of each blob of a layer."""
+        ...
+
+    def read(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
+        """Copy a blob over out, uint8 [blob_bytes]."""
+        ...
+
+
+class JobList(Protocol):
+    """Copies in order, some of which need staging; may grow. An EntryList is one."""
+
+    @property
+    def count(self) -> int:
+        """Copies so far."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Of each copy."""
+        ...
+
+    @property
+    def experts(self) -> Sequence[int]:
+        """Of each copy."""
+        ...
+
+    @property
+    def jobs(self) -> Sequence[int]:
+        """Of each copy, numbered in its order; below 0: it needs no staging."""
+        ...
+
+
+class _Claim(NamedTuple):
+    """A job that one thread has taken."""
+
+    chunk: int
+    job: int
+    layer: int
+    expert: int
+    left: Event | None  # behind the last copy out of the job's buffer
+
+
+class Stager:
+    """StagedBlobs of one list of copies after the other; a context manager.
+
+    begin(), end() and sent() come from the threads that issue the copies, one at a time. A thread
+    that holds a job of an ended list can neither offer its blob nor take a job of the next.
+    Everything is written under the lock; is_ready() and blob() read without it.
+
+    Args:
+        device: whose copies read the buffers.
+        source: of the blobs.
+        slot_bytes: of a buffer; no blob is larger.
+        num_buffers: at least 1.
+        num_threads: at least 1.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        source: BlobSource,
+        slot_bytes: int,
+        num_buffers: int = NUM_BUFFERS,
+        num_threads: int = NUM_THREADS,
+    ) -> None:
+        self.num_buffers = num_buffers
+        self._source = source
+        buffer = device.allocate_pinned(num_buffers * slot_bytes)
+        self._buffers = Tensor.over(buffer, (num_buffers, slot_bytes), np.uint8)
+        self._changed = threading.Condition()
+        self._chunk = 0  # ends with end(), so that late threads notice
+        self._list: JobList | None = None
+        self._entries: list[int] = []  # of the jobs listed so far
+        self._next_entry = 0
+        self._claimed = 0
+        self._sent = 0
+        self._reading: set[int] = set()  # threads that hold a claim
+        self._ready = [NO_JOB] * num_buffers
+        self._left: list[Event | None] = [None] * num_buffers
+        self._failure: BaseException | None = None  # of this list
+        self._death: BaseException | None = None  # of a thread, which will not serve the next
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"strata-stager-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @contextmanager
+    def staging(self, jobs: JobList) -> Iterator[Stager]:
+        """begin(), and end() behind it in any case."""
+        self.begin(jobs)
+        try:
+            yield self
+        finally:
+            self.end()
+
+    def begin(self, jobs: JobList) -> None:
+        """Start bringing the blobs of a list, as many as there are buffers for.
+
+        Raises:
+            StateError: the last list was not ended, or the stager is closed.
+        """
+        with self._changed:
+            if self._list is not None or self._is_closed:
+                state = "closed" if self._is_closed else "still staging another list"
+                raise StateError(f"the stager is {state}")
+            self._list = jobs
+            self._entries, self._next_entry = [], 0
+            self._claimed = self._sent = 0
+            self._ready = [NO_JOB] * self.num_buffers
+            self._failure = self._death
+            self._list_jobs()
+
+    def end(self) -> None:
+        """Take no more jobs; blocks until no thread reads and no copy is under way.
+
+        Safe to call twice. A copy that failed is not raised here: its stream tells.
+        """
+        with self._changed:
+            self._list = None
+            self._chunk += 1
+            self._ready = [NO_JOB] * self.num_buffers
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._reading)
+            left, self._left = self._left, [None] * self.num_buffers
+        for event in left:
+            if event is not None:
+                _await_end(event)
+
+    def is_ready(self, job: int) -> bool:
+        """See StagedBlobs."""
+        if self._failure is not None:
+            raise self._failure
+        if job >= len(self._entries):  # the list has grown
+            with self._changed:
+                self._list_jobs()
+        return self._ready[job % self.num_buffers] == job
+
+    def blob(self, job: int) -> Tensor:
+        """See StagedBlobs."""
+        if not self.is_ready(job):
+            raise StateError(f"the blob of job {job} is not in pinned memory")
+        index = job % self.num_buffers
+        nbytes = self._source.blob_bytes(self._layer(job))
+        return self._buffers.rows(index, index + 1).reshape(self._buffers.shape[1]).rows(0, nbytes)
+
+    def sent(self, job: int, copied: Event) -> None:
+        """See StagedBlobs. In the order of the jobs."""
+        with self._changed:
+            self._left[job % self.num_buffers] = copied
+            self._sent = job + 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads and give the buffers back. Safe to call twice."""
+        self.end()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._buffers.buffer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _list_jobs(self) -> None:
+        """Note what the list has come to. Under the lock."""
+        if self._list is None:
+            return
+        count, jobs = self._list.count, self._list.jobs
+        self._entries += [k for k in range(self._next_entry, count) if jobs[k] >= 0]
+        self._next_entry = count
+        self._changed.notify_all()
+
+    def _layer(self, job: int) -> int:
+        jobs = self._list
+        if jobs is None:
+            raise StateError(f"the list of job {job} was ended")
+        return jobs.layers[self._entries[job]]
+
+    def _serve(self) -> None:
+        try:
+            while (claim := self._claim()) is not None:
+                self._stage(claim)
+        except BaseException as error:  # noqa: BLE001  carried to whoever asks for a blob
+            with self._changed:
+                self._failure = self._death = error
+                self._reading.discard(threading.get_ident())
+                self._changed.notify_all()
+
+    def _claim(self) -> _Claim | None:
+        """The next job, when there is one and its buffer was sent; None at the end of all."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._has_job())
+            jobs, job = self._list, self._claimed
+            if jobs is None or self._is_closed:
+                return None
+            self._claimed += 1
+            self._reading.add(threading.get_ident())
+            k = self._entries[job]
+            left = self._left[job % self.num_buffers]
+            return _Claim(self._chunk, job, jobs.layers[k], jobs.experts[k], left)
+
+    def _has_job(self) -> bool:
+        is_listed = self._list is not None and self._claimed < len(self._entries)
+        return is_listed and self._claimed < self._sent + self.num_buffers and not self._failure
+
+    def _stage(self, claim: _Claim) -> None:
+        failure: BaseException | None = None
+        is_read = False
+        try:
+            is_read = self._read(claim)
+        except BaseException as error:  # noqa: BLE001  carried to whoever asks for a blob
+            failure = error
+        with self._changed:
+            self._reading.discard(threading.get_ident())
+            if claim.chunk == self._chunk:
+                self._failure = self._failure or failure
+                if is_read:
+                    self._ready[claim.job % self.num_buffers] = claim.job
+            self._changed.notify_all()
+
+    def _read(self, claim: _Claim) -> bool:
+        """Bring the blob into its buffer; False if the list was ended before that began."""
+        nap_s = SHORTEST_NAP_S
+        while claim.left is not None and not claim.left.query():
+            if claim.chunk != self._chunk:
+                return False
+            time.sleep(nap_s)
+            nap_s = min(1.2 * nap_s, LONGEST_NAP_S)
+        room = self._buffers.numpy()[claim.job % self.num_buffers]
+        nbytes = self._source.blob_bytes(claim.layer)
+        self._source.read(claim.layer, claim.expert, room[:nbytes])
+        return True
+
+
+def _await_end(event: Event) -> None:
+    """Blocks until nothing reads the buffer any more, however the copy ended."""
+    with suppress(DeviceError):
+        event.synchronize()

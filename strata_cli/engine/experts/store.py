@@ -1,0 +1,134 @@
+"""The store of all experts: pinned arena, stager, and the cache in device memory over them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Device, Stream
+from strata_cli.engine.experts.arena import BlobArena, Progress, open_arena
+from strata_cli.engine.experts.blobs import BlobLayout, BlobReader, blob_layouts, slot_bytes
+from strata_cli.engine.experts.cache import LEAST_SLOTS, CacheSizes, ExpertCache
+from strata_cli.engine.experts.profile import even_profile
+from strata_cli.engine.experts.stager import NUM_BUFFERS, NUM_THREADS, JobList, Stager
+from strata_cli.engine.experts.streaming import Blobs
+from strata_cli.engine.experts.uploading import Uploader
+from strata_cli.engine.model.tensors import ModelFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """How the experts are kept. No result depends on it.
+
+    Attributes:
+        num_slots: of the cache; more than there are experts are not made.
+        pinned_bytes: most bytes of blobs in page-locked memory, the others are staged out of the
+            file whenever they are copied; None: all blobs must be pinned.
+        least_slots: of the cache that no loan takes.
+        stager_buffers, stager_threads: of the stager.
+    """
+
+    num_slots: int
+    pinned_bytes: int | None = None
+    least_slots: int = LEAST_SLOTS
+    stager_buffers: int = NUM_BUFFERS
+    stager_threads: int = NUM_THREADS
+
+
+class ExpertStore:
+    """Every expert of a model; a context manager. Made by open().
+
+    Attributes:
+        num_layers, num_experts: of the model.
+        layouts: of each layer's blobs.
+        slot_bytes: of every slot, in the cache and in rings.
+        copies: the stream for rings and refills; whoever uses it, one at a time.
+        blobs: where streams of experts find the bytes.
+        cache: the slots.
+        pinned_share: of all experts, those in page-locked memory.
+    """
+
+    def __init__(
+        self,
+        layouts: tuple[BlobLayout, ...],
+        copies: Stream,
+        arena: BlobArena,
+        stager: Stager | None,
+        cache: ExpertCache,
+    ) -> None:
+        self.num_layers, self.num_experts = arena.num_layers, arena.num_experts
+        self.layouts = layouts
+        self.slot_bytes = cache.slot_bytes
+        self.copies = copies
+        self.blobs = Blobs(arena.layers, None if stager is None else ~arena.is_pinned, stager)
+        self.cache = cache
+        self.pinned_share = arena.pinned_share
+        self._stager = stager
+        self._resources = ExitStack()
+
+    @classmethod
+    def open(
+        cls,
+        model: ModelFile,
+        device: Device,
+        reads: Stream,
+        options: StoreOptions,
+        *,
+        ranking: NDArray[np.int64] | None = None,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Bring the experts into pinned memory and the first of a ranking into the cache. Blocks.
+
+        Args:
+            model: an opened, checked model file; it must outlive the store.
+            device: whose kernels read the experts.
+            reads: the stream that they run on.
+            options: see StoreOptions.
+            ranking: pairs, layer * num_experts + expert, best first; None: of an even profile.
+            progress: called with (bytes of the arena done, in all).
+
+        Raises:
+            OutOfMemory: host or device has not enough, or host memory may not be locked.
+            ShapeError: the ranking lists a pair twice, or one that does not exist.
+            DeviceError: the file cannot be read any more.
+        """
+        layouts, spec = blob_layouts(model), model.spec
+        largest, num_pairs = slot_bytes(layouts), spec.num_layers * spec.num_experts
+        with ExitStack() as undo:
+            arena = open_arena(model, layouts, device, options.pinned_bytes, progress)
+            undo.callback(arena.close)
+            stager = None
+            if not arena.is_pinned.all():
+                buffers, threads = options.stager_buffers, options.stager_threads
+                stager = Stager(device, BlobReader(model), largest, buffers, threads)
+                undo.callback(stager.close)
+            copies = device.stream("copies")
+            undo.callback(copies.close)
+            sizes = CacheSizes(min(options.num_slots, num_pairs), largest, options.least_slots)
+            uploader = Uploader(device, copies, arena, stager)
+            cache = undo.enter_context(ExpertCache(device, reads, uploader, arena, sizes))
+            cache.fill(even_profile(model).ranking() if ranking is None else ranking)
+            store = cls(layouts, copies, arena, stager, cache)
+            store._resources = undo.pop_all()
+            return store
+
+    def staging(self, entries: JobList) -> AbstractContextManager[object]:
+        """Around a ChunkStream, with its entries: brings those into pinned memory that are not.
+
+        Leaving waits until the staged copies are done. Does nothing where all is pinned.
+        """
+        return nullcontext() if self._stager is None else self._stager.staging(entries)
+
+    def close(self) -> None:
+        """Give the memory back, behind the rings that use it. Safe to call twice."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
