@@ -19,10 +19,6 @@ extern "C" __global__ void store_rows(const float *src, const int *positions, fl
     }
 }
 
-__device__ inline unsigned short half_of(float v) {
-    return static_cast<unsigned short>(pair_of(v, 0.0f));
-}
-
 // store_kv: rows of keys and values to their positions of the cache, as f16
 //   k, v [T,KV*N] f32, positions [T] i32 -> keys, values [context,KV*N] f16
 //   grid (T*KV / warps), a warp per token and head; moves 12 * T*KV*N bytes. Blocks of attention

@@ -5,6 +5,7 @@
 #include "math32.cuh"
 #include "mma.cuh"
 #include "overlap.cuh"
+#include "pairs.cuh"
 #include "special.cuh"
 
 // causal_conv_silu: out[t] = silu(sum over taps j, in order, of weight[j] * row t - (TAPS-1) + j)
@@ -317,7 +318,8 @@ __global__ void delta_rule(const float *c, const float *alpha, const float *beta
 //   o, z, out [R,N] f32 with R = T * nv, weight [N] f32
 //   grid (R / 8), 16 lanes per row; moves 12 * R*N bytes
 extern "C" __global__ void gated_norm(const float *o, const float *z, const float *weight,
-                                      float eps, float *out, long long num_rows, long long dim) {
+                                      float eps, float *out, unsigned short *rounded,
+                                      long long num_rows, long long dim, long long rounds) {
     start_early();
     constexpr int AT_ONCE = 8;
     const long long own = blockIdx.x * (blockDim.x / 16) + threadIdx.x / 16;
@@ -325,6 +327,7 @@ extern "C" __global__ void gated_norm(const float *o, const float *z, const floa
     o += row * dim;
     z += row * dim;
     out += row * dim;
+    rounded += rounds ? row * dim : 0;
     float values[AT_ONCE], gates[AT_ONCE], weights[AT_ONCE];  // loaded together: all one latency
     const auto load = [&](long long first) {
 #pragma unroll
@@ -348,7 +351,10 @@ extern "C" __global__ void gated_norm(const float *o, const float *z, const floa
         if (dim > 16 * AT_ONCE) load(first);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
-            if (first + 16 * i < dim)
-                out[first + 16 * i] = values[i] * scale * weights[i] * sigmoid_fast(gates[i]);
+            if (first + 16 * i < dim) {
+                const float v = values[i] * scale * weights[i] * sigmoid_fast(gates[i]);
+                out[first + 16 * i] = v;
+                if (rounds) rounded[first + 16 * i] = half_of(v);
+            }
     }
 }

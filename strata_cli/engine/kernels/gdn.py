@@ -28,11 +28,12 @@ from strata_cli.engine.kernels.rows import (
     scale_row,
     sigmoid_row,
 )
-from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain, halves_of
 from strata_cli.errors import ShapeError
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+Halves = NDArray[np.uint16]
 F32 = np.float32
 SOURCE = "gdn.cu"
 THREADS = 128  # per block on a GPU
@@ -144,7 +145,13 @@ def delta_rule(
 
 
 def gated_norm(
-    stream: Stream, o: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor
+    stream: Stream,
+    o: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    rounded: Tensor | None = None,
 ) -> None:
     """RMS-normalise each value head, scale by weight, gate by sigmoid(z).
 
@@ -155,6 +162,7 @@ def gated_norm(
         weight: float32 [dim].
         eps: added to the mean square.
         out: float32 [T, nv * dim], overwritten.
+        rounded: float16 [T, nv * dim], overwritten on a GPU, or None.
 
     Raises:
         ShapeError: an argument has another shape or type.
@@ -167,15 +175,16 @@ def gated_norm(
     expect("gated_norm weight", weight, (dim,))
     expect("gated_norm z", z, o.shape)
     expect("gated_norm out", out, o.shape)
+    halves = halves_of("gated_norm", rounded, out)
     launch = Launch(
         items=num_tokens * num_heads,
         grain=grain(4 * dim),
         grid=(blocks(num_tokens * num_heads, THREADS // 16), 1, 1),
         block=(THREADS, 1, 1),
-        extents=(num_tokens * num_heads, dim),
+        extents=(num_tokens * num_heads, dim, rounded is not None),
         early=True,
     )
-    stream.launch(GATED_NORM, launch, o, z, weight, eps, out)
+    stream.launch(GATED_NORM, launch, o, z, weight, eps, out, halves)
 
 
 class _DeltaRuleShape(NamedTuple):
@@ -275,7 +284,14 @@ def _nothing_to_prepare(begin: int, end: int, *_arguments: Any) -> None:
 
 @nogil_jit
 def _gated_norm(
-    begin: int, end: int, o: Floats, z: Floats, weight: Floats, eps: float, out: Floats
+    begin: int,
+    end: int,
+    o: Floats,
+    z: Floats,
+    weight: Floats,
+    eps: float,
+    out: Floats,
+    _rounded: Halves,
 ) -> None:
     """Items: (token, value head), one row of dim in o, z and out each."""
     dim = weight.size

@@ -25,7 +25,7 @@ from strata_cli.engine.kernels.rows import (
     scale_row,
     silu_row,
 )
-from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain, halves_of
 from strata_cli.errors import ShapeError
 
 Floats = NDArray[np.float32]
@@ -61,7 +61,7 @@ def stream_norm(
     expect("stream_norm x", x, x.shape)
     expect("stream_norm weight", weight, (num_streams * size,))
     expect("stream_norm out", out, (num_tokens, num_streams * size))
-    halves = _halves("stream_norm", rounded, out)
+    halves = halves_of("stream_norm", rounded, out)
     launch = _by_rows(x.shape, rounded)
     stream.launch(STREAM_NORM, launch, x, weight, eps, out, halves)
 
@@ -98,7 +98,7 @@ def stream_write_norm(
     expect("stream_write_norm inject", inject, (num_tokens, num_streams))
     expect("stream_write_norm weight", weight, (num_streams * size,))
     expect("stream_write_norm normed", normed, (num_tokens, num_streams * size))
-    halves = _halves("stream_write_norm", rounded, normed)
+    halves = halves_of("stream_write_norm", rounded, normed)
     launch = _by_rows(x.shape, rounded)
     stream.launch(STREAM_WRITE_NORM, launch, x, out, inject, weight, eps, normed, halves)
 
@@ -152,7 +152,7 @@ def stream_mix(
     if width % size:
         raise ShapeError(f"stream_mix: {width} columns are not whole streams of {size}")
     shape = (num_tokens, width // size, size)
-    halves = _halves("stream_mix", rounded, out)
+    halves = halves_of("stream_mix", rounded, out)
     launch = _by_columns(shape, rounded is not None)
     stream.launch(STREAM_MIX, launch, gate.reshape(*shape), normed.reshape(*shape), out, halves)
 
@@ -176,14 +176,6 @@ def stream_write(stream: Stream, x: Tensor, out: Tensor, inject: Tensor) -> None
     expect("stream_write inject", inject, (num_tokens, num_streams))
     launch = _by_columns(x.shape)
     stream.launch(STREAM_WRITE, launch, x, out, inject)
-
-
-def _halves(name: str, rounded: Tensor | None, like: Tensor) -> Tensor:
-    """The bits of rounded, for a launch; those of another tensor, left alone, where it is None."""
-    if rounded is not None:
-        expect(f"{name} rounded", rounded, like.shape, np.float16)
-        like = rounded
-    return Tensor.over(like.buffer, (like.nbytes // 2,), np.uint16, like.offset_bytes)
 
 
 def _by_rows(shape: tuple[int, ...], rounded: Tensor | None) -> Launch:

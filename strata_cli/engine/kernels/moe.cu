@@ -3,6 +3,7 @@
 #include "lanes.cuh"
 #include "math32.cuh"
 #include "overlap.cuh"
+#include "pairs.cuh"
 #include "special.cuh"
 
 constexpr int LEAST = -2147483647 - 1;  // orders below every logit
@@ -227,16 +228,26 @@ extern "C" __global__ void relabel(const int *ids, const int *rank_of, int *rank
 }
 
 // swiglu: out = silu(gate) * up; out may be gate or up
-//   gate, up, out [n] f32; grid (n / (4 * block)), each thread 4 elements; moves 12 * n bytes
-extern "C" __global__ void swiglu(const float *gate, const float *up, float *out, long long n) {
+//   gate, up, out [n] f32 and, if wanted, rounded [n] f16
+//   grid (n / (4 * block)), each thread 4 elements; moves 12 (14) * n bytes
+extern "C" __global__ void swiglu(const float *gate, const float *up, float *out,
+                                  unsigned short *rounded, long long n, long long rounds) {
     start_early();
     const long long first = 4 * (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x);
-    if (first + 4 <= n && is_wide(4, gate, up, out)) {
+    if (first + 4 <= n && is_wide(4, gate, up, out) && is_wide(4, rounded)) {
         const float4 g = load4(gate + first), u = load4(up + first);
-        store4(out + first, make_float4(silu32(g.x) * u.x, silu32(g.y) * u.y, silu32(g.z) * u.z,
-                                        silu32(g.w) * u.w));
+        const float4 v =
+            make_float4(silu32(g.x) * u.x, silu32(g.y) * u.y, silu32(g.z) * u.z, silu32(g.w) * u.w);
+        store4(out + first, v);
+        if (rounds)
+            *reinterpret_cast<uint2 *>(rounded + first) =
+                make_uint2(pair_of(v.x, v.y), pair_of(v.z, v.w));
     } else {
-        for (long long i = first; i < min(first + 4, n); i++) out[i] = silu32(gate[i]) * up[i];
+        for (long long i = first; i < min(first + 4, n); i++) {
+            const float v = silu32(gate[i]) * up[i];
+            out[i] = v;
+            if (rounds) rounded[i] = half_of(v);
+        }
     }
 }
 

@@ -23,10 +23,11 @@ from strata_cli.engine.kernels.rows import (
     exp_row,
     swiglu_row,
 )
-from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain, halves_of
 from strata_cli.errors import ShapeError
 
 Floats = NDArray[np.float32]
+Halves = NDArray[np.uint16]
 Ints = NDArray[np.int32]
 F32 = np.float32
 I32 = np.int32
@@ -199,7 +200,9 @@ def relabel(stream: Stream, ids: Tensor, rank_of: Tensor, ranks: Tensor) -> None
     stream.launch(RELABEL, launch, ids, rank_of, ranks)
 
 
-def swiglu(stream: Stream, gate: Tensor, up: Tensor, out: Tensor) -> None:
+def swiglu(
+    stream: Stream, gate: Tensor, up: Tensor, out: Tensor, rounded: Tensor | None = None
+) -> None:
     """Gated activation: silu(gate) * up.
 
     Args:
@@ -207,6 +210,7 @@ def swiglu(stream: Stream, gate: Tensor, up: Tensor, out: Tensor) -> None:
         gate: float32 [P, F].
         up: float32 [P, F].
         out: float32 [P, F], overwritten; may be gate or up itself.
+        rounded: float16 [P, F], overwritten on a GPU, or None.
 
     Raises:
         ShapeError: an argument has another shape or type.
@@ -214,15 +218,16 @@ def swiglu(stream: Stream, gate: Tensor, up: Tensor, out: Tensor) -> None:
     expect_rank("swiglu gate", gate, 2)
     for name, tensor in (("gate", gate), ("up", up), ("out", out)):
         expect(f"swiglu {name}", tensor, gate.shape)
+    halves = halves_of("swiglu", rounded, out)
     launch = Launch(
         items=gate.shape[0],
         grain=grain(gate.shape[1]),
         grid=(blocks(gate.size, 4 * THREADS), 1, 1),
         block=(THREADS, 1, 1),
-        extents=(gate.size,),
+        extents=(gate.size, rounded is not None),
         early=True,
     )
-    stream.launch(SWIGLU, launch, gate, up, out)
+    stream.launch(SWIGLU, launch, gate, up, out, halves)
 
 
 def combine(
@@ -376,7 +381,7 @@ def _route_few(
 
 
 @nogil_jit
-def _swiglu(begin: int, end: int, gate: Floats, up: Floats, out: Floats) -> None:
+def _swiglu(begin: int, end: int, gate: Floats, up: Floats, out: Floats, _rounded: Halves) -> None:
     """Items: rows."""
     size = out.shape[1]
     compile_small()

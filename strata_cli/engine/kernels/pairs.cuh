@@ -47,6 +47,11 @@ __device__ inline unsigned pair_of(float low, float high) {
     return d;
 }
 
+// One value to f16, as pair_of.
+__device__ inline unsigned short half_of(float v) {
+    return static_cast<unsigned short>(pair_of(v, 0.0f));
+}
+
 // The float of the f16 in the low 16 bits.
 __device__ inline float float_of(unsigned bits) {
     float f;

@@ -38,6 +38,18 @@ def expect_rank(name: str, tensor: Tensor, rank: int) -> None:
         raise ShapeError(f"{name}: expected {rank} extents, got {list(tensor.shape)}")
 
 
+def halves_of(name: str, rounded: Tensor | None, like: Tensor) -> Tensor:
+    """The bits of rounded, for a launch; those of another tensor, left alone, where it is None.
+
+    Raises:
+        ShapeError: rounded is not float16, or not of the other's shape.
+    """
+    if rounded is not None:
+        expect(f"{name} rounded", rounded, like.shape, np.float16)
+        like = rounded
+    return Tensor.over(like.buffer, (like.nbytes // 2,), np.uint16, like.offset_bytes)
+
+
 def grain(elements_per_item: int) -> int:
     """Items worth a thread of their own on the host device."""
     return max(1, ELEMENTS_PER_THREAD // max(1, elements_per_item))
