@@ -456,7 +456,7 @@ struct Experts {
     __device__ void load(const int *expert_start) const {
         const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
         __shared__ int warp_sums[32];
-        if (threadIdx.x == 0) prefix[0] = start[0] = 0;
+        if (threadIdx.x == 0) prefix[0] = 0, start[0] = expert_start[0];
         int done = 0;
         for (int first = 0; first < count; first += blockDim.x) {
             const int e = first + threadIdx.x;
