@@ -209,8 +209,8 @@ def test_convolution_matches_numpy_however_the_tokens_are_cut(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("num_tokens", "size"), [(1, 2560), (45, 130)])
-def test_a_gpu_gives_the_hosts_bits(
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 2560), (45, 130), (200, 300)])
+def test_a_gpu_agrees_with_the_host_and_with_itself(
     host_lab: Lab, gpu_lab: Lab, num_tokens: int, size: int
 ) -> None:
     case = conv_case(num_tokens, 4, size, 4, 3, seed=1)
@@ -220,6 +220,12 @@ def test_a_gpu_gives_the_hosts_bits(
         for lab in (host_lab, gpu_lab)
     )
     for actual, expected in zip(gpu, host, strict=True):
+        assert_close(actual, expected)
+    last = slice(num_tokens - 1, None)
+    alone = run_gate(gpu_lab, case[0][last], value[last], case[5][last], w)
+    np.testing.assert_array_equal(alone, gpu[-1][last])
+    cut = run_conv(gpu_lab, case, [0.1, 0.9])
+    for actual, expected in zip(cut, gpu, strict=False):
         np.testing.assert_array_equal(actual, expected)
 
 

@@ -38,42 +38,54 @@ extern "C" __global__ void ngram_rows(const int *ids, int *history, const u64 *m
     if (moves) history[threadIdx.x] = id;
 }
 
+constexpr int GATE_THREADS = 256;  // of a block: the order of its sums hangs on it
+
+// Sums over the block of one value of each thread: lanes 16 -> 8 -> ... -> 1, then the warps in
+// turn.
+__device__ inline float3 sums_of_block(float3 own) {
+    __shared__ float3 of_warps[GATE_THREADS / 32];
+    own.x = fold16(own.x + __shfl_xor_sync(ALL_LANES, own.x, 16));
+    own.y = fold16(own.y + __shfl_xor_sync(ALL_LANES, own.y, 16));
+    own.z = fold16(own.z + __shfl_xor_sync(ALL_LANES, own.z, 16));
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = own;
+    __syncthreads();
+    float3 total = of_warps[0];
+    for (int warp = 1; warp < GATE_THREADS / 32; warp++) {
+        total.x += of_warps[warp].x;
+        total.y += of_warps[warp].y;
+        total.z += of_warps[warp].z;
+    }
+    return total;
+}
+
 // ngram_gate: gated[s] = sigmoid(signed root of key[s] . query[s] / sqrt(D)) * value, key and
 // query (the residual stream) RMS-normalised per stream
 //   key [T,S,D], value [T,D], x [T,S,D], w_key, w_query [S,D] f32 -> gated [T,S,D] f32
-//   grid (T*S), shared 8 * D bytes; moves 16 * T*S*D bytes
+//   grid (T*S), block GATE_THREADS; moves 16 * T*S*D bytes. The norms' factors are applied to the
+//   finished product.
 extern "C" __global__ void ngram_gate(const float *key, const float *value, const float *x,
                                       const float *w_key, const float *w_query, float eps,
                                       float *gated, long long num_streams, long long size) {
     start_early();
-    extern __shared__ float rows[];
-    __shared__ float scales[2], weight;
-    float *keys = rows, *queries = rows + size;
     const long long at = blockIdx.x * size, column = blockIdx.x % num_streams * size;
-    load_row(keys, key + at, size, false);
-    load_row(queries, x + at, size, false);
-    __syncthreads();
-    const int half = threadIdx.x / 16;
-    if (threadIdx.x < 32) {
-        const float scale = rms_scale(half ? queries : keys, size, eps);
-        if (lane16() == 0) scales[half] = scale;
+    float3 own = make_float3(0.0f, 0.0f, 0.0f);  // squares of key and query, weighted product
+#pragma unroll 5
+    for (long long d = threadIdx.x; d < size; d += GATE_THREADS) {
+        const float k = key[at + d], q = x[at + d];
+        own.x = fmaf(k, k, own.x);
+        own.y = fmaf(q, q, own.y);
+        own.z = fmaf(k * w_key[column + d], q * w_query[column + d], own.z);
     }
-    __syncthreads();
-    for (long long i = threadIdx.x; i < size; i += blockDim.x) {
-        keys[i] = keys[i] * scales[0] * w_key[column + i];
-        queries[i] = queries[i] * scales[1] * w_query[column + i];
-    }
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        const float product = dot16(keys, queries, size) / sqrtf(static_cast<float>(size));
-        const float magnitude = fabsf(product);
-        const float root = sqrtf(magnitude > 1e-6f ? magnitude : 1e-6f);
-        const float sign = product > 0.0f ? 1.0f : product < 0.0f ? -1.0f : product;
-        if (threadIdx.x == 0) weight = sigmoid32(sign * root);
-    }
-    __syncthreads();
-    for (long long i = threadIdx.x; i < size; i += blockDim.x)
-        gated[at + i] = value[blockIdx.x / num_streams * size + i] * weight;
+    const float3 total = sums_of_block(own);
+    const float scale = rms_factor(total.x, size, eps) * rms_factor(total.y, size, eps);
+    const float product = total.z * scale / sqrtf(static_cast<float>(size));
+    const float magnitude = fabsf(product);
+    const float root = sqrtf(magnitude > 1e-6f ? magnitude : 1e-6f);
+    const float sign = product > 0.0f ? 1.0f : product < 0.0f ? -1.0f : product;
+    const float weight = sigmoid32(sign * root);
+#pragma unroll 5
+    for (long long d = threadIdx.x; d < size; d += GATE_THREADS)
+        gated[at + d] = value[blockIdx.x / num_streams * size + d] * weight;
 }
 
 // One stream of one sequence, its rows normalised: rows -past .. -1 come from the history.
@@ -88,31 +100,38 @@ struct NormedRows {
     }
 };
 
-// Factors of rows begin .. end of a stream to shared memory, 16 lanes each; then waits.
+// Factors of rows begin .. end of a stream to shared memory, a warp each; then waits.
 __device__ inline void find_scales(float *scales, const float *gated, long long channels,
                                    long long begin, long long end, long long size, float eps) {
-    const int groups = blockDim.x / 16;
-    for (long long first = begin; first < end; first += groups) {
-        const long long row = first + threadIdx.x / 16;
-        const float scale = rms_scale(gated + min(row, end - 1) * channels, size, eps);
-        if (row < end && lane16() == 0) scales[row - begin] = scale;
+    const int lane = threadIdx.x & 31;
+    for (long long row = begin + threadIdx.x / 32; row < end; row += blockDim.x / 32) {
+        const float *values = gated + row * channels;
+        float squares = 0.0f;
+#pragma unroll 8
+        for (long long d = lane; d < size; d += 32) squares = fmaf(values[d], values[d], squares);
+        squares = fold16(squares + __shfl_xor_sync(ALL_LANES, squares, 16));
+        if (lane == 0) scales[row - begin] = rms_factor(squares, size, eps);
     }
     __syncthreads();
 }
 
+constexpr int ROWS_AT_ONCE = 4;  // of the history, that a thread moves
+
 // ngram_conv: x += gated + silu(conv(rms(gated) * w_conv)), taps dilation rows apart
 //   gated [T,S,D] f32, w_conv [S,D] f32, history [(K-1)*dilation,S,D] f32 (normalised rows before;
 //   moves along), weight [S,D,K] f32, x [T,S,D] f32 in place
-//   grid (S, T / run), run >= past = (K-1)*dilation, shared 4 * (run + past) bytes; moves
-//   12 * T*S*D bytes. Only the first run reads the history, and its threads rewrite it.
+//   grid (S, T / run, D / columns), run >= past = (K-1)*dilation, shared 4 * (run + past) bytes;
+//   moves 12 * T*S*D bytes and reads gated once more per block of columns. Only the first run reads
+//   the history, and its threads rewrite it.
 extern "C" __global__ void ngram_conv(const float *gated, const float *w_conv, float *history,
                                       const float *weight, long long dilation, float eps, float *x,
                                       long long num_tokens, long long num_streams, long long size,
-                                      long long num_taps, long long run) {
+                                      long long num_taps, long long run, long long columns) {
     start_early();
     extern __shared__ float scales[];
     const long long channels = num_streams * size, past = (num_taps - 1) * dilation;
-    const long long column = blockIdx.x * size;
+    const long long column = blockIdx.x * size, begin = blockIdx.z * columns + threadIdx.x;
+    const long long end = min((blockIdx.z + 1) * columns, size);
     const long long first = blockIdx.y * run, stop = min(first + run, num_tokens);
     gated += column;
     history += column;
@@ -121,9 +140,10 @@ extern "C" __global__ void ngram_conv(const float *gated, const float *w_conv, f
     NormedRows rows = {gated, w_conv, scales, history, channels, past, max(first - past, 0LL)};
     rows.w_conv += column;
     find_scales(scales, gated, channels, rows.first_scale, stop, size, eps);
-    for (long long d = threadIdx.x; d < size; d += blockDim.x) {
+    for (long long d = begin; d < end; d += blockDim.x) {
         for (long long t = first; t < stop; t++) {
             float total = 0.0f;
+#pragma unroll 4
             for (long long j = 0; j < num_taps; j++)
                 total = fmaf(weight[d * num_taps + j], rows.at(t - past + j * dilation, d), total);
             x[t * channels + d] += silu32(total) + gated[t * channels + d];
@@ -133,7 +153,16 @@ extern "C" __global__ void ngram_conv(const float *gated, const float *w_conv, f
     __syncthreads();
     rows.first_scale = max(num_tokens - past, 0LL);
     find_scales(scales, gated, channels, rows.first_scale, num_tokens, size, eps);
-    for (long long d = threadIdx.x; d < size; d += blockDim.x)
-        for (long long j = 0; j < past; j++)  // ascending: a row moves before it is overwritten
-            history[j * channels + d] = rows.at(num_tokens - past + j, d);
+    for (long long d = begin; d < end; d += blockDim.x) {
+        for (long long j = 0; j < past;
+             j += ROWS_AT_ONCE) {  // ascending: rows move ahead of writes
+            float next[ROWS_AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < ROWS_AT_ONCE; i++)
+                next[i] = j + i < past ? rows.at(num_tokens - past + j + i, d) : 0.0f;
+#pragma unroll
+            for (int i = 0; i < ROWS_AT_ONCE; i++)
+                if (j + i < past) history[(j + i) * channels + d] = next[i];
+        }
+    }
 }

@@ -37,7 +37,7 @@ F32 = np.float32
 U64 = np.uint64
 SOURCE = "ngram.cu"
 THREADS = 256  # per block on a GPU
-RUN_TOKENS = 16  # that a GPU's block of the convolution treats
+RUN_TOKENS = 32  # that a GPU's block of the convolution treats
 _ROOT_OF_AT_LEAST = F32(1e-6)
 
 
@@ -169,7 +169,6 @@ def ngram_gate(
         grain=grain(2 * size),
         grid=(num_tokens * num_streams, 1, 1),
         block=(THREADS, 1, 1),
-        shared_bytes=8 * size,
         extents=(num_streams, size),
         early=True,
     )
@@ -215,13 +214,15 @@ def ngram_conv(
     expect("ngram_conv history", history, ((num_taps - 1) * dilation, channels))
     past = (num_taps - 1) * dilation
     run = max(RUN_TOKENS, past)
+    # A block norms whole rows: many blocks for each run only where they would be too few.
+    columns = THREADS if num_tokens <= 4 * run else size
     launch = Launch(
         items=num_streams,
         grain=grain(8 * num_tokens * size),
-        grid=(num_streams, blocks(num_tokens, run), 1),
+        grid=(num_streams, blocks(num_tokens, run), blocks(size, columns)),
         block=(THREADS, 1, 1),
         shared_bytes=4 * (run + past),
-        extents=(num_tokens, num_streams, size, num_taps, run),
+        extents=(num_tokens, num_streams, size, num_taps, run, columns),
         early=True,
     )
     stream.launch(NGRAM_CONV, launch, gated, w_conv, history, weight, dilation, eps, x)
