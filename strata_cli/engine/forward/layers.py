@@ -33,6 +33,12 @@ from strata_cli.engine.kernels import gdn as gdn_kernels
 from strata_cli.engine.kernels import hyper, indexer, moe, ngram, rope
 from strata_cli.engine.kernels.embed import embed_streams
 from strata_cli.engine.kernels.matmul import FEW_TOKENS, grouped_matmul, matmul, round_rows
+from strata_cli.engine.kernels.matmul_several import (
+    Experts,
+    Product,
+    grouped_matmul_pair,
+    matmul_several,
+)
 from strata_cli.engine.model.spec import ModelSpec
 
 
@@ -137,9 +143,10 @@ class Forward:
         rounded = self._room_for_rounded(normed)
         if not is_normed:
             hyper.stream_norm(stream, x, weights.norm, self.spec.rms_eps, normed, rounded)
-        matmul(stream, normed, weights.down, low, rounded)
+        products = [Product(weights.down, low)]
         if weights.inject is not None:
-            matmul(stream, normed, weights.inject, inject, rounded)
+            products.append(Product(weights.inject, inject))
+        matmul_several(stream, normed, products, rounded)
         hyper.lowrank_silu(stream, low, self.spec.num_streams)
         matmul(stream, low, weights.up, gate, self._rounded(low))
         rounded = self._room_for_rounded(y)
@@ -186,10 +193,11 @@ class Forward:
         qkv, conv, z = take("qkv", num), take("conv", num), take("z", num)
         alpha, beta, delta = take("alpha", num), take("beta", num), take("delta", num)
         y, rounded = read.values, read.rounded
-        matmul(stream, y, weights.qkv, qkv, rounded)
-        matmul(stream, y, weights.gate, z, rounded)
-        matmul(stream, y, weights.alpha, alpha, rounded)
-        matmul(stream, y, weights.beta, beta, rounded)
+        products = (
+            *(Product(weights.qkv, qkv), Product(weights.gate, z)),
+            *(Product(weights.alpha, alpha), Product(weights.beta, beta)),
+        )
+        matmul_several(stream, y, products, rounded)
         for segment in batch.segments:
             state = segment.state.layers[index]
             assert isinstance(state, GdnState)
@@ -228,14 +236,23 @@ class Forward:
         q_gate, q = take("q_gate", num), take("q", num)
         k_raw, k, v = take("k_raw", num), take("k", num), take("v", num)
         y, rounded = read.values, read.rounded
-        matmul(stream, y, weights.q, _flat(q_gate), rounded)
-        matmul(stream, y, weights.k, _flat(k_raw), rounded)
-        matmul(stream, y, weights.v, v, rounded)
+        ratio = self.spec.index_ratio[index]
+        products = [
+            *(Product(weights.q, _flat(q_gate)), Product(weights.k, _flat(k_raw))),
+            Product(weights.v, v),
+        ]
+        if ratio:
+            raw, keys = take("index_q_raw", num), take("index_k", num)
+            products += [
+                Product(weights.indexer.q, _flat(raw)),
+                Product(weights.indexer.k, keys),
+            ]
+        matmul_several(stream, y, products, rounded)
         rope.head_norm_rope(stream, q_gate, weights.q_norm, table, positions, eps, q)
         rope.head_norm_rope(stream, k_raw, weights.k_norm, table, positions, eps, k)
-        ratio = self.spec.index_ratio[index]
         if ratio:
-            self._index_queries(weights.indexer, positions, y, rounded)
+            queries, norm = take("index_q", num), weights.indexer.q_norm
+            rope.head_norm_rope(stream, raw, norm, table, positions, eps, queries)
         attended, out = take("attended", num), take("out", num)
         for segment in batch.segments:
             state = segment.state.layers[index]
@@ -264,17 +281,6 @@ class Forward:
             )
         matmul(stream, attended, weights.out, out, self._rounded(attended))
         return out
-
-    def _index_queries(
-        self, weights: IndexerWeights, positions: Tensor, y: Tensor, rounded: Tensor | None
-    ) -> None:
-        take, num, stream = self.workspace.take, y.shape[0], self.stream
-        raw, queries = take("index_q_raw", num), take("index_q", num)
-        matmul(stream, y, weights.q, _flat(raw), rounded)
-        rope.head_norm_rope(
-            stream, raw, weights.q_norm, self.weights.rope, positions, self.spec.rms_eps, queries
-        )
-        matmul(stream, y, weights.k, take("index_k", num), rounded)
 
     def _select(
         self,
@@ -322,27 +328,30 @@ class Forward:
         places, start = take("expert_weights", num), take("expert_start", self.spec.num_experts + 1)
         row_of = take("row_of", num * self.spec.num_experts_per_tok)
         pair_of = take("pair_of", num)
-        matmul(stream, read.values, weights.router, router)
+        shared_logit = take("shared_logit", num)
+        gate, up = take("shared_gate", num), take("shared_up", num)
+        products = (
+            *(Product(weights.router, router), Product(weights.shared_logit, shared_logit)),
+            *(Product(weights.shared_gate, gate), Product(weights.shared_up, up)),
+        )
+        if is_few := num <= FEW_TOKENS:  # together for little more than the router takes
+            matmul_several(stream, read.values, products)
+        else:
+            matmul(stream, read.values, weights.router, router)
         experts, rank_of = feed.experts(index)
         ranked = None if rank_of is None else moe.Ranked(rank_of, take("expert_ranks", num))
         moe.route_in_order(stream, router, ids, places, start, row_of, pair_of, ranked)
         feed.publish(index, start)
-        shared_logit = take("shared_logit", num)
-        matmul(stream, read.values, weights.shared_logit, shared_logit, read.rounded)
-        shared_out = self._shared(weights, read)
+        if not is_few:
+            matmul_several(stream, read.values, products[1:], read.rounded)
+        moe.swiglu(stream, gate, up, gate)
+        shared_out = take("shared_out", num)
+        rounded = self._rounded_over(up, gate, 0)
+        matmul(stream, gate, weights.shared_down, shared_out, rounded)
         for group in feed.groups(index):
             self._routed(experts, read, row_of, start, group)
         out, expert_out = take("out", num), take("expert_out", row_of.shape[0])
         moe.combine(stream, expert_out, pair_of, places, shared_out, shared_logit, out)
-        return out
-
-    def _shared(self, weights: MoeWeights, read: LayerInput) -> Tensor:
-        take, num, stream = self.workspace.take, read.values.shape[0], self.stream
-        gate, up, out = take("shared_gate", num), take("shared_up", num), take("shared_out", num)
-        matmul(stream, read.values, weights.shared_gate, gate, read.rounded)
-        matmul(stream, read.values, weights.shared_up, up, read.rounded)
-        moe.swiglu(stream, gate, up, gate)
-        matmul(stream, gate, weights.shared_down, out, self._rounded_over(up, gate, 0))
         return out
 
     def _routed(
@@ -357,14 +366,16 @@ class Forward:
         stream, pairs, ranks = self.stream, row_of.shape[0], group.ranks
         first, stop, num_pairs = group.pairs.start, group.pairs.stop, len(group.pairs)
         start = start.rows(ranks.start, ranks.stop + 1)
-        gate_up = []
-        for name, matrix in (("expert_gate", experts.gate), ("expert_up", experts.up)):
-            out = self.workspace.take_shaped(name, pairs, matrix.layout.rows)
-            blobs, layout = matrix.blobs.rows(ranks.start, ranks.stop), matrix.layout
-            x, rounded = read.values, read.rounded
-            grouped_matmul(stream, x, blobs, layout, row_of, start, out, rounded, num_pairs)
-            gate_up.append(out)
-        gate, up = gate_up
+        gate, up = (
+            self.workspace.take_shaped(name, pairs, matrix.layout.rows)
+            for name, matrix in (("expert_gate", experts.gate), ("expert_up", experts.up))
+        )
+        both = [
+            Experts(matrix.blobs.rows(ranks.start, ranks.stop), matrix.layout, out)
+            for matrix, out in ((experts.gate, gate), (experts.up, up))
+        ]
+        x, rounded = read.values, read.rounded
+        grouped_matmul_pair(stream, x, both[0], both[1], row_of, start, rounded, num_pairs)
         own = gate.rows(first, stop)
         moe.swiglu(stream, own, up.rows(first, stop), own)
         rounded = self._rounded_over(up, own, first)

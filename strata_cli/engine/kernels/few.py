@@ -26,7 +26,7 @@ from strata_cli.engine.model.quants import BLOCK, QuantType
 from strata_cli.errors import DeviceError
 
 FEW_COLUMNS = 8  # activation rows that a block takes at a time
-MOST_MATRICES = 4
+MOST_MATRICES = 6
 MOST_KINDS = 3
 MOST_SLOTS = 24
 BOOK_BYTES = 16 << 10  # a code book, several times over
@@ -37,6 +37,7 @@ LIGHT_TILE_BYTES = 24 << 10
 PAIR_TILE_BYTES = 60 << 10  # heavier ones leave a multiprocessor room for one block
 WIDE_BLOCK_BYTES = 112 << 10  # two of these, or three of the narrow ones, fit a multiprocessor
 NARROW_BLOCK_BYTES = 75 << 10
+ALONE_BLOCK_BYTES = 180 << 10  # where most multiprocessors are free for the next launch
 RESERVED_BYTES = 1 << 10
 
 
@@ -163,8 +164,13 @@ def _fixed_bytes(matrices: tuple[Matrix, ...], rows: int, columns: int, teams: i
     return book + x_bytes + 2 * teams * most_slices * rows * columns * 4
 
 
-def _shapes(matrices: tuple[Matrix, ...], rows: int, warps: int, columns: int) -> Iterator[_Shape]:
-    """From the one that keeps most warps busy to the smallest, each with the fewest slots."""
+def _shapes(
+    matrices: tuple[Matrix, ...], rows: int, warps: int, columns: int, tiles: int
+) -> Iterator[_Shape]:
+    """From the one that keeps most warps busy to the smallest, each with the fewest slots.
+
+    Where a block has several stages, of its so many tiles, one is on its way while one is used.
+    """
     main = max(matrices, key=lambda m: m.rows * m.bytes_of(m.cols))
     slices = _num_slices(main)
     for parts in range(1, max(map(_num_slices, matrices)) + 1):
@@ -180,7 +186,9 @@ def _shapes(matrices: tuple[Matrix, ...], rows: int, warps: int, columns: int) -
         for teams in range(max(1, warps // team_warps), 0, -1):
             fixed = _fixed_bytes(matrices, rows, columns, teams)
             slot = 16 * max(cut.slot_chunks for cut in cuts) + GATE_BYTES
-            yield _Shape(rows, columns, team_warps, teams, parts, teams, cuts, fixed + teams * slot)
+            slots = max(teams, min(parts * tiles, 2))
+            nbytes = fixed + slots * slot
+            yield _Shape(rows, columns, team_warps, teams, parts, slots, cuts, nbytes)
 
 
 def _with_slots(shape: _Shape, budget: int, stages: int) -> _Shape:
@@ -209,13 +217,15 @@ def _choose(
     heaviest = max(rows * m.bytes_of(m.cols) for m in matrices)
     is_pair = tiles * segments > MULTIPROCESSORS and heaviest <= PAIR_TILE_BYTES
     resident = way.resident or (2 if is_pair else 1)
-    budget = way.shared_bytes or (NARROW_BLOCK_BYTES if resident > 1 else WIDE_BLOCK_BYTES)
+    is_small = tiles * segments <= MULTIPROCESSORS // 2
+    usual = NARROW_BLOCK_BYTES if is_pair else ALONE_BLOCK_BYTES if is_small else WIDE_BLOCK_BYTES
+    budget = way.shared_bytes or usual
     num_blocks = min(tiles, max(1, MULTIPROCESSORS * resident // segments))
     for most in dict.fromkeys((min(budget, limit), min(WIDE_BLOCK_BYTES, limit), limit)):
         for columns in (min(FEW_COLUMNS, tokens), 4, 2, 1):
             if columns > tokens:
                 continue
-            for shape in _shapes(matrices, rows, way.warps, columns):
+            for shape in _shapes(matrices, rows, way.warps, columns, blocks(tiles, num_blocks)):
                 if shape.shared_bytes + RESERVED_BYTES <= most:
                     stages = blocks(tiles, num_blocks) * shape.parts
                     return _with_slots(shape, most - RESERVED_BYTES, stages), num_blocks
@@ -240,7 +250,7 @@ def few_plan(
     """The few-row function for matrices that share x, or for those of each of several experts.
 
     Args:
-        matrices: one to four, with at most three kinds and one code book among them; of experts one
+        matrices: one to six, with at most three kinds and one code book among them; of experts one
             or two of one kind.
         tokens: most activation rows of one segment.
         segments: passes over the tokens of 8 rows, or pairs.
@@ -265,7 +275,8 @@ def few_plan(
         parameters = f"{matrices[0].qtype.name}, {kinds[0].lane}, {shape.rows}, {kinds[0].align}"
     else:
         name = "matmul_several"
-        parameters = ", ".join((str(shape.rows), *(f"Kind<{kind.template}>" for kind in kinds)))
+        counts = (str(len(matrices)), str(shape.rows))
+        parameters = ", ".join((*counts, *(f"Kind<{kind.template}>" for kind in kinds)))
         filled = (*matrices, *(None for _ in range(MOST_MATRICES - len(matrices))))
         for matrix in filled:
             own += (0, 0) if matrix is None else (matrix.rows, kinds.index(_kind(matrix)))

@@ -87,7 +87,7 @@ struct Work {
         Matrix found = matrices[0];
 #pragma unroll
         for (int i = 1; i < MATRICES; i++)
-            if (matrices[i].rows && tile >= matrices[i].first_tile) found = matrices[i];
+            if (tile >= matrices[i].first_tile) found = matrices[i];
         return found;
     }
 
@@ -472,25 +472,33 @@ __global__ void __launch_bounds__(416, 2)
     few(work, {nullptr, first, count}, x, shared);
 }
 
-// matmul_several: up to four matrices of up to three kinds, of which some may have no rows; grid as
-// matmul_few
-template <int ROWS, class... Kinds>
+// matmul_several: the first MATRICES of six matrices, of up to three kinds; grid as matmul_few
+template <int MATRICES, int ROWS, class... Kinds>
 __global__ void __launch_bounds__(416, 2) matmul_several(
     const float *x, const unsigned char *data0, float *out0, const unsigned char *data1,
     float *out1, const unsigned char *data2, float *out2, const unsigned char *data3, float *out3,
+    const unsigned char *data4, float *out4, const unsigned char *data5, float *out5,
     long long tokens, long long cols, long long rows0, long long kind0, long long rows1,
     long long kind1, long long rows2, long long kind2, long long rows3, long long kind3,
-    long long columns, long long team_warps, long long slots, long long slot_chunks,
-    long long parts, long long slice0, long long slices0, long long part_slices0,
-    long long span_shift0, long long chunks0, long long slice1, long long slices1,
-    long long part_slices1, long long span_shift1, long long chunks1, long long slice2,
-    long long slices2, long long part_slices2, long long span_shift2, long long chunks2) {
+    long long rows4, long long kind4, long long rows5, long long kind5, long long columns,
+    long long team_warps, long long slots, long long slot_chunks, long long parts,
+    long long slice0, long long slices0, long long part_slices0, long long span_shift0,
+    long long chunks0, long long slice1, long long slices1, long long part_slices1,
+    long long span_shift1, long long chunks1, long long slice2, long long slices2,
+    long long part_slices2, long long span_shift2, long long chunks2) {
     extern __shared__ uint4 shared[];
-    Work<ROWS, 4, Kinds...> work;
-    work.matrices[0] = {data0, out0, static_cast<int>(rows0), static_cast<int>(kind0), 0};
-    work.matrices[1] = {data1, out1, static_cast<int>(rows1), static_cast<int>(kind1), 0};
-    work.matrices[2] = {data2, out2, static_cast<int>(rows2), static_cast<int>(kind2), 0};
-    work.matrices[3] = {data3, out3, static_cast<int>(rows3), static_cast<int>(kind3), 0};
+    Work<ROWS, MATRICES, Kinds...> work;
+    const auto set = [&](int i, const unsigned char *data, float *out, long long rows,
+                         long long kind) {
+        if (i < MATRICES)
+            work.matrices[i] = {data, out, static_cast<int>(rows), static_cast<int>(kind), 0};
+    };
+    set(0, data0, out0, rows0, kind0);
+    set(1, data1, out1, rows1, kind1);
+    set(2, data2, out2, rows2, kind2);
+    set(3, data3, out3, rows3, kind3);
+    set(4, data4, out4, rows4, kind4);
+    set(5, data5, out5, rows5, kind5);
     work.plans[0] = plan_from(slice0, slices0, part_slices0, span_shift0, chunks0);
     if constexpr (sizeof...(Kinds) > 1)
         work.plans[1] = plan_from(slice1, slices1, part_slices1, span_shift1, chunks1);

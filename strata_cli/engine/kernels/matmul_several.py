@@ -1,0 +1,154 @@
+"""Several products of the same activations: on a GPU, with few rows, one launch for all of them.
+
+A product of few rows is over in a few microseconds, of which starting it, waiting for the launch
+ahead and reading the activations are more than half; together they pay for that once. Bits are
+those of ``matmul`` and ``grouped_matmul``; with many rows and on the host these run one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from strata_cli.engine.device.base import Kernel, Stream, Tensor
+from strata_cli.engine.kernels.few import FEW_COLUMNS, MOST_MATRICES, can_share, few_plan
+from strata_cli.engine.kernels.matmul import (
+    FEW_PAIRS_PER_EXPERT,
+    FEW_TOKENS,
+    grouped_matmul,
+    matmul,
+)
+from strata_cli.engine.kernels.products import Matrix, Unit, alignment, dense_matrix
+from strata_cli.engine.kernels.shapes import blocks, expect
+from strata_cli.engine.kernels.weight import Weight, WeightLayout
+from strata_cli.engine.model.quants import row_bytes
+
+
+class Product(NamedTuple):
+    """One of several products: a weight, and where its output [T, N] goes."""
+
+    weight: Weight
+    out: Tensor
+
+
+class Experts(NamedTuple):
+    """One of two grouped products, as the arguments of ``grouped_matmul``."""
+
+    blobs: Tensor
+    layout: WeightLayout
+    out: Tensor
+
+
+def matmul_several(
+    stream: Stream, x: Tensor, products: Sequence[Product], rounded: Tensor | None = None
+) -> None:
+    """Enqueue ``matmul`` of x with each weight. No output may overlap x or another.
+
+    Args:
+        stream: where it runs.
+        x: activations, float32 [T, K].
+        products: weights with K columns, and their outputs.
+        rounded: x as ``round_rows`` left it; makes many rows fast.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    is_few = stream.shared_bytes > 0 and 0 < x.shape[0] <= FEW_TOKENS
+    for launch in _launches(products) if is_few else ((product,) for product in products):
+        if len(launch) == 1:
+            matmul(stream, x, launch[0].weight, launch[0].out, rounded)
+        else:
+            _launch_several(stream, x, launch)
+
+
+def _matrix(weight: Weight) -> Matrix:
+    return dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
+
+
+def _launches(products: Sequence[Product]) -> Iterator[tuple[Product, ...]]:
+    """The products in order, as many to a launch as can share it."""
+    own: tuple[Product, ...] = ()
+    for product in products:
+        longer = (*own, product)
+        if own and not can_share(tuple(_matrix(each.weight) for each in longer)):
+            yield own
+            longer = (product,)
+        own = longer
+    if own:
+        yield own
+
+
+def _launch_several(stream: Stream, x: Tensor, products: tuple[Product, ...]) -> None:
+    tokens, cols = x.shape[0], products[0].weight.cols
+    expect("matmul x", x, (tokens, cols))
+    for product in products:
+        expect("matmul out", product.out, (tokens, product.weight.rows))
+    matrices = tuple(_matrix(product.weight) for product in products)
+    plan = few_plan(matrices, tokens, blocks(tokens, FEW_COLUMNS), stream.shared_bytes)
+    filled = products + (products[0],) * (MOST_MATRICES - len(products))  # without rows of its own
+    tensors = [tensor for each in filled for tensor in (each.weight.data, each.out)]
+    stream.launch(_gpu_kernel(plan.unit), plan.launch(1, 1, early=True), x, *tensors, tokens, cols)
+
+
+def grouped_matmul_pair(
+    stream: Stream,
+    x: Tensor,
+    first: Experts,
+    second: Experts,
+    row_of: Tensor,
+    expert_start: Tensor,
+    rounded: Tensor | None = None,
+    num_pairs: int | None = None,
+) -> None:
+    """Enqueue ``grouped_matmul`` of x with two matrices of every expert, such as gate and up.
+
+    Args:
+        stream: where it runs.
+        x: activations, float32 [R, K].
+        first: one of them.
+        second: the other; the outputs may not overlap.
+        row_of: row of x that each pair reads, int32 [P], pairs sorted by expert.
+        expert_start: as of ``grouped_matmul``.
+        rounded: x as ``round_rows`` left it; makes many pairs fast.
+        num_pairs: of all these experts; None: P.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    pairs, experts = row_of.shape[0], first.blobs.shape[0]
+    matrices = _expert_matrix(first.layout), _expert_matrix(second.layout)
+    own_pairs = pairs if num_pairs is None else min(pairs, num_pairs)
+    is_few = stream.shared_bytes > 0 and 0 < own_pairs <= FEW_PAIRS_PER_EXPERT * experts
+    if not is_few or matrices[0] != matrices[1]:
+        for each in (first, second):
+            operands = (row_of, expert_start, each.out, rounded, num_pairs)
+            grouped_matmul(stream, x, each.blobs, each.layout, *operands)
+        return
+    rows, cols = first.layout.rows, first.layout.cols
+    expect("grouped_matmul x", x, (x.shape[0], cols))
+    for each in (first, second):
+        expect("grouped_matmul blobs", each.blobs, (experts,), first.blobs.dtype)
+        expect("grouped_matmul out", each.out, (pairs, rows))
+    expect("grouped_matmul row_of", row_of, (pairs,), row_of.dtype)
+    expect("grouped_matmul expert_start", expert_start, (experts + 1,), row_of.dtype)
+    plan = few_plan(matrices, x.shape[0], own_pairs, stream.shared_bytes, experts)
+    tensors = (first.blobs, second.blobs, row_of, expert_start, first.out, second.out)
+    offsets = first.layout.offset_bytes, second.layout.offset_bytes
+    numbers = (int(first.layout.qtype), rows, cols, *offsets)
+    stream.launch(_gpu_kernel(plan.unit), plan.launch(1, 1, early=True), x, *tensors, *numbers)
+
+
+def _expert_matrix(layout: WeightLayout) -> Matrix:
+    align = alignment(row_bytes(layout.qtype, layout.cols), layout.offset_bytes)
+    return Matrix(layout.qtype, layout.rows, layout.cols, align)
+
+
+def _not_on_the_host(_begin: int, _end: int, *_: Any) -> None:
+    """The host makes one product after the other."""
+
+
+@lru_cache(maxsize=256)
+def _gpu_kernel(unit: Unit) -> Kernel:
+    name = unit.function
+    return Kernel(name, _not_on_the_host, _not_on_the_host, unit.source, name, unit.defines)

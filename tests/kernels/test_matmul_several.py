@@ -1,0 +1,69 @@
+"""Products that share a launch have the bits of the same products alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
+from strata_cli.engine.kernels.matmul_several import (
+    Experts,
+    Product,
+    grouped_matmul_pair,
+    matmul_several,
+)
+from strata_cli.engine.kernels.weight import Weight, WeightLayout
+from strata_cli.engine.model.quants import QuantType, row_bytes
+from tests.kernels.lab import Lab, normal
+from tests.kernels.packed import packed_rows
+
+Q = QuantType
+SHARING = {
+    "streams": ([(Q.Q8_0, 320), (Q.F32, 4)], 2560),
+    "delta net": ([(Q.Q8_0, 400), (Q.Q6_K, 300), (Q.Q8_0, 48), (Q.Q8_0, 48)], 1280),
+    "experts": ([(Q.F32, 512), (Q.F32, 1), (Q.Q6_K, 64), (Q.Q6_K, 64)], 256),
+    "attention": ([(Q.Q8_0, 200), (Q.Q6_K, 52), (Q.Q5_K, 52), (Q.BF16, 51), (Q.BF16, 12)], 512),
+    "two code books": ([(Q.IQ3_XXS, 40), (Q.IQ2_S, 52), (Q.IQ2_S, 9)], 512),
+    "one": ([(Q.Q4_K, 33)], 256),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 11])
+@pytest.mark.parametrize("members", SHARING.values(), ids=SHARING)
+def test_products_together_are_those_alone(
+    lab: Lab, members: tuple[list[tuple[QuantType, int]], int], tokens: int
+) -> None:
+    types, cols = members
+    x = lab.put(normal(1, tokens, cols))
+    products, alone = [], []
+    for seed, (qtype, rows) in enumerate(types):
+        weight = Weight(lab.put(packed_rows(qtype, rows, cols, seed)), qtype, rows, cols)
+        products.append(Product(weight, lab.empty((tokens, rows))))
+        out = lab.empty((tokens, rows))
+        matmul(lab.stream, x, weight, out)
+        alone.append(lab.get(out))
+    matmul_several(lab.stream, x, products)
+    for product, expected in zip(products, alone, strict=True):
+        np.testing.assert_array_equal(lab.get(product.out), expected)
+
+
+@pytest.mark.parametrize("qtype", [Q.Q8_0, Q.IQ3_XXS])
+@pytest.mark.parametrize("starts", [[0, 1, 1, 2, 3], [0, 3, 3, 4, 40]], ids=["one token", "many"])
+def test_two_matrices_of_experts_together_are_those_alone(
+    lab: Lab, qtype: QuantType, starts: list[int]
+) -> None:
+    rows, cols, pairs = 40, 1280, starts[-1]
+    x, experts = lab.put(normal(1, 13, cols)), len(starts) - 1
+    blobs = [lab.put(packed_rows(qtype, 2 * rows, cols, seed)) for seed in range(experts)]
+    addresses = lab.put(np.array([blob.address for blob in blobs], np.int64))
+    row_of = lab.put((np.arange(pairs) * 5 % 13).astype(np.int32))
+    start = lab.put(np.array(starts, np.int32))
+    first, second = (
+        Experts(addresses, WeightLayout(qtype, rows, cols, offset), lab.empty((pairs, rows)))
+        for offset in (0, rows * row_bytes(qtype, cols))
+    )
+    grouped_matmul_pair(lab.stream, x, first, second, row_of, start)
+    for each in (first, second):
+        out = lab.empty((pairs, rows))
+        grouped_matmul(lab.stream, x, each.blobs, each.layout, row_of, start, out)
+        np.testing.assert_array_equal(lab.get(each.out), lab.get(out))
