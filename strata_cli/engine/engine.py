@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -16,9 +16,13 @@ from strata_cli.engine.decode.step import Decoder
 from strata_cli.engine.device import RESERVE_BYTES, open_device
 from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.device.timing import Spans
+from strata_cli.engine.experts.cache import LEAST_SLOTS
+from strata_cli.engine.experts.placing import ExpertHome
+from strata_cli.engine.experts.profile import ExpertProfile, even_profile, load_profile
+from strata_cli.engine.forward.caching import CacheWishes
 from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.loading import Notice, Progress, load_weights
-from strata_cli.engine.forward.planning import DEFAULT_HOMES, Homes, Wishes, plan_model
+from strata_cli.engine.forward.planning import DEFAULT_HOMES, Homes, Plan, Wishes, plan_model
 from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash, new_state
 from strata_cli.engine.forward.workspace import Workspace
@@ -26,16 +30,19 @@ from strata_cli.engine.kernels.jit import is_cold, why_uncached
 from strata_cli.engine.model.chat_template import ChatTemplate
 from strata_cli.engine.model.shards import model_stem
 from strata_cli.engine.model.spec import ModelSpec
-from strata_cli.engine.model.tensors import load_model_file
+from strata_cli.engine.model.tensors import ModelFile, load_model_file
 from strata_cli.engine.model.tokenizer import Tokenizer
 from strata_cli.engine.prefill.chunks import Wanted, prefill
 from strata_cli.engine.prefill.dump import ResidualDump
+from strata_cli.engine.prefill.prompt_stream import Setting, StreamRules
+from strata_cli.engine.prefill.streamer import PromptStreamer
 from strata_cli.engine.prefill.watching import Watch
 from strata_cli.engine.trace import NO_TRACE, Trace
 from strata_cli.errors import InputError, StateError
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_STREAMING = StreamRules()
 AUTO_CONTEXT_TOKENS = 32_768
 COLD_NOTICE = "compiling kernels for this processor; later starts find them in the cache"
 
@@ -53,6 +60,11 @@ class EngineOptions:
         vram_bytes: hard cap on device memory of a GPU, 0 = what is free, less the reserve.
         vram_reserve_bytes: what is then left to others.
         homes: where experts and the n-gram table are wanted.
+        expert_cache: experts that are held in slots of device memory, where not all are; None: as
+            many as fit. A number makes a cache also where all would fit, and on the host.
+        least_slots: of those that no prompt may borrow.
+        expert_profile: file that says which experts are used most; None: nothing is known.
+        streaming: how prompts come by the other experts.
         will_chat: start the chat template's process now, so that the first chat need not wait.
         compile_ahead: on a first start on the host, compile all kernels before the first read.
         trace: told of what the engine does.
@@ -67,6 +79,10 @@ class EngineOptions:
     vram_bytes: int = 0
     vram_reserve_bytes: int = RESERVE_BYTES
     homes: Homes = DEFAULT_HOMES
+    expert_cache: int | None = None
+    least_slots: int = LEAST_SLOTS
+    expert_profile: Path | None = None
+    streaming: StreamRules = DEFAULT_STREAMING
     will_chat: bool = False
     compile_ahead: bool = True
     trace: Trace = NO_TRACE
@@ -96,6 +112,7 @@ class Engine:
         forward: Forward,
         port: RowPort,
         watch: Watch,
+        streamer: PromptStreamer | None,
         context_tokens: int,
         resources: ExitStack,
     ) -> None:
@@ -109,6 +126,7 @@ class Engine:
         self._forward = forward
         self._port = port
         self._watch = watch
+        self._streamer = streamer
         self._resources = resources
         self._is_closed = False
 
@@ -147,21 +165,34 @@ class Engine:
                     chat_template.start()
             stream = device.stream("compute")
             context_tokens = _context_tokens(model.spec, options.max_context)
-            wishes = Wishes(context_tokens, options.prefill, options.homes)
-            plan = plan_model(model, device, stream, wishes)
+            plan = plan_model(model, device, stream, _wishes(options, context_tokens))
             sizes = plan.sizes
-            weights = load_weights(model, device, plan, progress, notice)
-            resources.callback(weights.close)
+            profile = _profile(options, model)
+            loaded = load_weights(
+                model,
+                device,
+                stream,
+                plan,
+                ranking=profile.ranking(),
+                progress=progress,
+                notice=notice,
+            )
+            resources.callback(loaded.close)
             workspace = Workspace(model.spec, device, sizes.chunk_tokens, sizes.logit_rows)
             resources.callback(workspace.close)
             port = RowPort(device, stream, workspace)
             resources.callback(port.close)
             resources.callback(stream.close)
-            forward = Forward(model.spec, weights, workspace, stream)
+            forward = Forward(model.spec, loaded.weights, workspace, stream)
             if is_cold_host:
                 compile_ahead(forward, device, options.model, compiling)
             watch = _watch(options, device)
             resources.callback(watch.close)
+            streamer = None
+            if loaded.store is not None:
+                setting = Setting(device, stream, loaded.store, options.trace)
+                streamer = _streamer(setting, options, plan, profile)
+                resources.callback(streamer.close)
             name = model.spec.name or model_stem(options.model)
             logger.info("%s on %s: context %d tokens, chunks of %d", name, device.name, *sizes)
             options.trace.event(
@@ -182,6 +213,7 @@ class Engine:
                 forward=forward,
                 port=port,
                 watch=watch,
+                streamer=streamer,
                 context_tokens=context_tokens,
                 resources=resources.pop_all(),
             )
@@ -278,6 +310,7 @@ class Sequence:
                 wanted=logits,
                 progress=progress,
                 watch=engine._watch,
+                streamer=engine._streamer,
             )
 
     def step(self, token_id: int) -> NDArray[np.float32]:
@@ -381,6 +414,45 @@ def _open_device(options: EngineOptions) -> Device:
         vram_bytes=options.vram_bytes,
         vram_reserve_bytes=options.vram_reserve_bytes,
     )
+
+
+def _wishes(options: EngineOptions, context_tokens: int) -> Wishes:
+    homes = options.homes
+    if options.expert_cache is not None and homes.experts is ExpertHome.AUTO:
+        homes = replace(homes, experts=ExpertHome.CACHED)
+    cache = CacheWishes(
+        num_slots=options.expert_cache,
+        least_slots=options.least_slots,
+        ring=options.streaming.ring,
+    )
+    return Wishes(context_tokens, options.prefill, homes, cache)
+
+
+def _profile(options: EngineOptions, model: ModelFile) -> ExpertProfile:
+    path = options.expert_profile
+    return even_profile(model) if path is None else load_profile(path, model)
+
+
+def _streamer(
+    setting: Setting, options: EngineOptions, plan: Plan, profile: ExpertProfile
+) -> PromptStreamer:
+    assert plan.cache is not None
+    rules, store = options.streaming, setting.store
+    streamer = PromptStreamer(setting, rules, profile.scores, plan.cache.ring_slots)
+    logger.info(
+        "experts: %d of %d in cache slots, the others stream through %d ring slots, %s",
+        store.cache.num_slots,
+        plan.cache.shape.num_pairs,
+        streamer.ring_slots(plan.sizes.chunk_tokens),
+        _depth_text(rules),
+    )
+    return streamer
+
+
+def _depth_text(rules: StreamRules) -> str:
+    if not rules.stream.skips_unrouted:
+        return "routed or not"
+    return f"only what is routed, {rules.stream.depth or 'auto'} copies deep"
 
 
 def _watch(options: EngineOptions, device: Device) -> Watch:

@@ -29,6 +29,7 @@ from tests.engine.readings import TEXT, Reading, assert_same, open_engine, read_
 SIZES = Sizes(context_tokens=300, chunk_tokens=64)
 DEFAULT_PLACEMENT = Placement()
 MAPPED_TABLE = Placement(is_table_mapped=True)
+CACHED = Placement(ExpertHome.CACHED, is_table_mapped=True)
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +171,8 @@ def test_every_kernel_of_a_pass_was_prepared(
 def test_what_does_not_fit_is_told_part_by_part_before_anything_is_allocated(
     monkeypatch: pytest.MonkeyPatch, model: Path, device: OwnMemory
 ) -> None:
-    device.free_bytes = needs_of(model, device, MAPPED_TABLE).device - 1
-    parts = "need .* weights .* context of 300 tokens .* chunks of 64 tokens .* free .* of 2"
+    device.free_bytes = needs_of(model, device, CACHED).device - 1
+    parts = "need .* weights .* expert cache .* context of 300 .* chunks of 64 .* free .* of 2"
     with (
         pytest.raises(OutOfMemory, match=parts.replace(" ", r"[\s(]+")) as caught,
         opened_on(monkeypatch, model, device),
@@ -197,6 +198,16 @@ def test_the_table_is_mapped_when_it_does_not_fit_beside_the_rest(
         assert device.given[0].nbytes == mapped.weights
         assert_same(read_in_parts(engine, [TEXT]), host_reading)
     assert "n-gram table stays in host memory" in caplog.text
+
+
+def test_experts_are_cached_when_they_do_not_fit_beside_the_rest(
+    monkeypatch: pytest.MonkeyPatch, model: Path, device: OwnMemory, host_reading: Reading
+) -> None:
+    device.free_bytes = needs_of(model, device, MAPPED_TABLE).device - 1
+    with opened_on(monkeypatch, model, device) as engine:
+        assert engine._streamer is not None
+        assert_same(read_in_parts(engine, [TEXT]), host_reading)
+        assert sum(buffer.nbytes for buffer in device.given) <= device.free_bytes
 
 
 def test_host_memory_too_small_for_the_mapped_weights_is_told(

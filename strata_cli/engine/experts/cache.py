@@ -96,6 +96,11 @@ class ExpertCache:
         return is_resident
 
     @property
+    def loan(self) -> Loan | None:
+        """The one that is open."""
+        return self._loan
+
+    @property
     def lendable_bytes(self) -> int:
         """The most that lend() would give now."""
         if self._loan is not None:

@@ -1,4 +1,4 @@
-"""Which memory each expert's bytes go to when all of them stay put."""
+"""Which memory the experts' bytes go to, and each expert's place where all of them stay put."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from strata_cli.engine.model.gguf import TensorInfo
 class ExpertHome(Enum):
     """Where the experts lie. No result depends on it."""
 
+    AUTO = "auto"  # on the device if they all fit, else cached
     DEVICE = "device"
+    CACHED = "cached"  # page-locked host memory; those used most also in the device's
     MAPPED = "mapped"  # page-locked host memory, which kernels read over the link
     MIXED = "mixed"  # every other expert mapped
 
@@ -31,9 +33,15 @@ class Stores:
 def place_experts(info: TensorInfo, home: ExpertHome, stores: Stores) -> NDArray[np.int64]:
     """Give every expert of a tensor [E, rows, cols] its place.
 
+    Args:
+        info: the tensor.
+        home: one where experts stay put.
+        stores: the memories.
+
     Returns:
         the address of each expert's bytes, [E].
     """
+    assert home not in (ExpertHome.AUTO, ExpertHome.CACHED), f"{home} is no place for a tensor"
     num_experts = info.shape[0]
     if home is ExpertHome.MIXED:
         turns = (stores.device, stores.mapped)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from strata_cli.engine.device.base import Tensor
+from strata_cli.engine.experts.blobs import BlobLayout
 from strata_cli.engine.experts.placing import ExpertHome, Stores, place_experts
 from strata_cli.engine.kernels.weight import WeightLayout
 from strata_cli.engine.model.gguf import TensorInfo
@@ -49,6 +51,24 @@ def load_experts(model: ModelFile, layer: int, home: ExpertHome, stores: Stores)
         gate = _whole(model.tensor(prefix + "ffn_gate_exps.weight"), home, stores)
         up = _whole(model.tensor(prefix + "ffn_up_exps.weight"), home, stores)
     return ExpertMatrices(gate, up, down)
+
+
+def blob_experts(layouts: Sequence[BlobLayout], addresses: Tensor) -> tuple[ExpertMatrices, ...]:
+    """Experts whose matrices lie side by side.
+
+    Args:
+        layouts: of each layer's blobs.
+        addresses: where the blobs are, int64 [L, E].
+    """
+    return tuple(
+        ExpertMatrices(
+            *(
+                ExpertMatrix(addresses.rows(layer, layer + 1).reshape(addresses.shape[1]), matrix)
+                for matrix in (layout.gate, layout.up, layout.down)
+            )
+        )
+        for layer, layout in enumerate(layouts)
+    )
 
 
 def _whole(info: TensorInfo, home: ExpertHome, stores: Stores) -> ExpertMatrix:

@@ -1,16 +1,21 @@
-"""Brings a model's weights to a device, as planned: the kernels first, then the bytes."""
+"""Brings a model's weights to a device, as planned: the kernels, the experts, everything else."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from strata_cli.engine.device.arena import Arena, InPlace, Store
-from strata_cli.engine.device.base import Device
+from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.device.filling import fill
 from strata_cli.engine.experts.placing import Stores
+from strata_cli.engine.experts.resident import blob_experts
+from strata_cli.engine.experts.store import ExpertStore, StoreOptions
 from strata_cli.engine.forward.outline import Needs
 from strata_cli.engine.forward.placing import place_weights
 from strata_cli.engine.forward.planning import Plan
@@ -24,19 +29,43 @@ Progress: TypeAlias = Callable[[int, int], None]
 Notice: TypeAlias = Callable[[str], None]
 
 
+class Loaded(NamedTuple):
+    """A model on a device.
+
+    Attributes:
+        weights: all that a pass reads.
+        store: of the experts, where they are cached; must stay open as long. Else None.
+    """
+
+    weights: ModelWeights
+    store: ExpertStore | None
+
+    def close(self) -> None:
+        """Gives the memory back. Safe to call twice."""
+        if self.store is not None:
+            self.store.close()
+        self.weights.close()
+
+
 def load_weights(
     model: ModelFile,
     device: Device,
+    stream: Stream,
     plan: Plan,
+    *,
+    ranking: NDArray[np.int64] | None = None,
     progress: Progress | None = None,
     notice: Notice | None = None,
-) -> ModelWeights:
+) -> Loaded:
     """Make every weight readable by the device's kernels, and the kernels ready.
 
     Args:
         model: an opened, checked model file; it must outlive the result.
         device: where the kernels run.
+        stream: that they run on.
         plan: what goes where.
+        ranking: of (layer, expert) pairs, those first that an expert cache should hold; None: of
+            an even profile.
         progress: called with (bytes done, bytes in all).
         notice: called with a sentence when kernels must be compiled first.
 
@@ -45,19 +74,68 @@ def load_weights(
             not fit the host's.
         DeviceError: the file cannot be read any more, or a kernel does not compile.
     """
-    outline = plan.outline
-    device.prepare(outline.kernels(), lambda count: _announce(count, device, notice))
+    device.prepare(plan.outline.kernels(), lambda count: _announce(count, device, notice))
+    bar = _Bar(_bytes_to_read(model, device, plan), progress)
     with ExitStack() as undo:
-        stores = _open_stores(device, outline.needs, undo)
-        weights = place_weights(model, stores, plan.placement, plan.sizes.context_tokens)
+        store = _open_experts(model, device, stream, plan, ranking, bar)
+        experts = None
+        if store is not None:
+            undo.callback(store.close)
+            experts = blob_experts(store.layouts, store.cache.device_addresses)
+        stores = _open_stores(device, plan.outline.needs, undo)
+        weights = place_weights(model, stores, plan.placement, plan.sizes.context_tokens, experts)
         undo.callback(weights.close)
-        arenas = [store for store in (stores.mapped, stores.device) if isinstance(store, Arena)]
-        _fill_all(device, arenas, progress)
-        if not arenas and progress is not None:
-            nbytes = sum(info.nbytes for info in model.tensors.values())
-            progress(nbytes, nbytes)
+        for place in (stores.mapped, stores.device):
+            if isinstance(place, Arena):
+                fill(device, place, bar.add)
+        bar.finish()
         undo.pop_all()
-        return weights
+        return Loaded(weights, store)
+
+
+class _Bar:
+    """Progress over all that is read."""
+
+    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
+        self._total = total_bytes
+        self._progress = progress
+        self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        """So many more bytes are there."""
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def reach(self, done_bytes: int, _total_bytes: int) -> None:
+        """So many bytes are there."""
+        self.add(done_bytes - self._done)
+
+    def finish(self) -> None:
+        """All is there, also what was not read because it is used in place."""
+        if self._done < self._total:
+            self.add(self._total - self._done)
+
+
+def _bytes_to_read(model: ModelFile, device: Device, plan: Plan) -> int:
+    needs = plan.outline.needs
+    in_arenas = needs.mapped + (needs.weights if device.has_own_memory else 0)
+    in_store = 0 if plan.cache is None else plan.cache.shape.arena_bytes
+    return in_arenas + in_store or sum(info.nbytes for info in model.tensors.values())
+
+
+def _open_experts(
+    model: ModelFile,
+    device: Device,
+    stream: Stream,
+    plan: Plan,
+    ranking: NDArray[np.int64] | None,
+    bar: _Bar,
+) -> ExpertStore | None:
+    if plan.cache is None:
+        return None
+    options = StoreOptions(num_slots=plan.cache.num_slots, least_slots=plan.cache.least_slots)
+    return ExpertStore.open(model, device, stream, options, ranking=ranking, progress=bar.reach)
 
 
 def _announce(num_sources: int, device: Device, notice: Notice | None) -> None:
@@ -84,17 +162,3 @@ def _open_stores(device: Device, needs: Needs, undo: ExitStack) -> Stores:
     if not device.has_own_memory:
         return Stores(in_place, mapped)
     return Stores(Arena(undo.enter_context(device.allocate(needs.weights))), mapped)
-
-
-def _fill_all(device: Device, arenas: list[Arena], progress: Progress | None) -> None:
-    total_bytes = sum(arena.used_bytes for arena in arenas)
-    done_bytes = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done_bytes
-        done_bytes += nbytes
-        if progress is not None:
-            progress(done_bytes, total_bytes)
-
-    for arena in arenas:
-        fill(device, arena, count)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from strata_cli.engine.device.arena import Arena
-from strata_cli.engine.device.base import Device, Home, Kernel, Stream
+from strata_cli.engine.device.base import Device, Home, Kernel, Stream, Tensor, empty
 from strata_cli.engine.device.paper import PaperDevice
-from strata_cli.engine.experts.placing import Stores
+from strata_cli.engine.experts.blobs import blob_layouts
+from strata_cli.engine.experts.placing import ExpertHome, Stores
+from strata_cli.engine.experts.resident import ExpertMatrices, blob_experts
+from strata_cli.engine.forward.feeding import ExpertGroup, RankedExperts
 from strata_cli.engine.forward.layers import Batch, Forward, Segment
 from strata_cli.engine.forward.placing import Placement, place_weights
 from strata_cli.engine.forward.state import new_state
 from strata_cli.engine.forward.workspace import Workspace
+from strata_cli.engine.kernels.weight import WeightLayout
 from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.engine.model.tensors import ModelFile
 
@@ -43,7 +49,7 @@ class Needs:
     """Bytes of memory.
 
     Attributes:
-        weights: of the device, for weights.
+        weights: of the device, for weights; without experts that are cached.
         mapped: of page-locked host memory, for weights.
         workspace: of the device, for a pass.
         state: of the device, for one sequence.
@@ -64,6 +70,7 @@ class Outline:
     """A model of given sizes and placement, on paper. Allocates and reads nothing.
 
     Attributes:
+        sizes: of context and chunk.
         needs: the bytes it will take.
     """
 
@@ -71,10 +78,13 @@ class Outline:
         self, model: ModelFile, device: Device, stream: Stream, sizes: Sizes, placement: Placement
     ) -> None:
         self._spec = model.spec
-        self._sizes = sizes
+        self.sizes = sizes
         self._paper = PaperDevice(device, stream)
         arenas = [Arena(self._paper.uncounted(home)) for home in (Home.DEVICE, Home.PINNED)]
-        self._weights = place_weights(model, Stores(*arenas), placement, sizes.context_tokens)
+        self._cached = _cached_experts(model, self._paper, placement)
+        self._weights = place_weights(
+            model, Stores(*arenas), placement, sizes.context_tokens, self._cached
+        )
         self.needs = Needs(
             weights=arenas[0].used_bytes,
             mapped=arenas[1].used_bytes,
@@ -84,18 +94,68 @@ class Outline:
 
     def kernels(self) -> Iterator[Kernel]:
         """What passes of one token, of a chunk and of sizes between launch, early and late."""
-        sizes, stream = self._sizes, self._paper.stream("outline")
+        sizes, stream = self.sizes, self._paper.stream("outline")
         workspace = Workspace(self._spec, self._paper, sizes.chunk_tokens, sizes.logit_rows)
         state = new_state(self._spec, self._paper, stream, sizes.context_tokens)
         forward = Forward(self._spec, self._weights, workspace, stream)
         for num_tokens in _pass_sizes(sizes.chunk_tokens):
             forward.run(Batch(num_tokens, (Segment(state, 0, num_tokens),)))
             forward.head(0, min(num_tokens, sizes.logit_rows))
+        if self._cached is not None:
+            num_pairs = sizes.chunk_tokens * self._spec.num_experts_per_tok
+            feed = _PaperFeed(self._cached, self._paper, num_pairs)
+            batch = Batch(sizes.chunk_tokens, (Segment(state, 0, sizes.chunk_tokens),))
+            forward.run(batch, feed=feed)
         # A few tokens behind many share the work of attention in another way.
         num_tokens = min(SUFFIX_TOKENS, sizes.chunk_tokens)
         state.ids.extend([0] * (sizes.context_tokens - num_tokens))
         forward.run(Batch(num_tokens, (Segment(state, 0, num_tokens),)))
         yield from self._paper.kernels
+
+
+class _PaperFeed:
+    """Groups of all the sizes that may come, for the kernels that they choose."""
+
+    def __init__(
+        self, layers: Sequence[ExpertMatrices], paper: PaperDevice, num_pairs: int
+    ) -> None:
+        self._layers = layers
+        self._num_experts = layers[0].gate.blobs.shape[0]
+        self._rank_of = empty(paper, (self._num_experts,), np.int32)
+        self._num_pairs = num_pairs
+        self._seen: set[tuple[WeightLayout, ...]] = set()
+
+    def experts(self, layer: int) -> RankedExperts:
+        """See ExpertFeed."""
+        return RankedExperts(self._layers[layer], self._rank_of)
+
+    def publish(self, layer: int, expert_start: Tensor) -> None:
+        """Nobody needs to know."""
+
+    def groups(self, layer: int) -> Iterator[ExpertGroup]:
+        """See ExpertFeed; but the groups overlap, and come once for layers that are alike."""
+        experts = self._layers[layer]
+        layouts = (experts.gate.layout, experts.up.layout, experts.down.layout)
+        if layouts in self._seen:
+            return
+        self._seen.add(layouts)
+        for ranks in _doublings(self._num_experts):
+            for pairs in _doublings(self._num_pairs):
+                yield ExpertGroup(range(ranks), range(pairs))
+
+
+def _doublings(most: int) -> list[int]:
+    return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
+
+
+def _cached_experts(
+    model: ModelFile, paper: PaperDevice, placement: Placement
+) -> tuple[ExpertMatrices, ...] | None:
+    if placement.experts is not ExpertHome.CACHED:
+        return None
+    spec = model.spec
+    addresses = empty(paper, (spec.num_layers, spec.num_experts), np.int64)
+    return blob_experts(blob_layouts(model), addresses)
 
 
 def _pass_sizes(chunk_tokens: int) -> list[int]:

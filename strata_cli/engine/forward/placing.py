@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from strata_cli.engine.device.arena import Store
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.experts.placing import ExpertHome, Stores
-from strata_cli.engine.experts.resident import load_experts
+from strata_cli.engine.experts.resident import ExpertMatrices, load_experts
 from strata_cli.engine.forward.weights import (
     AttentionWeights,
     GdnWeights,
@@ -32,7 +33,7 @@ class Placement:
     """Where the large parts of a model go; everything else goes to the device.
 
     Attributes:
-        experts: the routed experts.
+        experts: the routed experts; not AUTO.
         is_table_mapped: the n-gram table stays in host memory, whose rows kernels read one by one.
     """
 
@@ -73,7 +74,11 @@ class WeightPlacer:
 
 
 def place_weights(
-    model: ModelFile, stores: Stores, placement: Placement, context_tokens: int
+    model: ModelFile,
+    stores: Stores,
+    placement: Placement,
+    context_tokens: int,
+    experts: Sequence[ExpertMatrices] | None = None,
 ) -> ModelWeights:
     """Give every trunk tensor its place.
 
@@ -83,12 +88,16 @@ def place_weights(
         stores: where to; closing the result closes their buffers.
         placement: what goes to which of them.
         context_tokens: positions that the rope table covers.
+        experts: of each layer, where they have their places already.
     """
     spec = model.spec
     placer = WeightPlacer(model, stores, placement)
     embed = placer.matrix("token_embd.weight")
     head = embed if spec.tied_output else placer.matrix("output.weight")
-    layers = tuple(_place_layer(placer, layer) for layer in range(spec.num_layers))
+    layers = tuple(
+        _place_layer(placer, layer, None if experts is None else experts[layer])
+        for layer in range(spec.num_layers)
+    )
     rope = stores.device.add(
         (context_tokens, spec.rotary_dim // 2, 2),
         np.float32,
@@ -109,7 +118,7 @@ def _place_read(placer: WeightPlacer, prefix: str, *, with_inject: bool = True) 
     )
 
 
-def _place_layer(placer: WeightPlacer, layer: int) -> LayerWeights:
+def _place_layer(placer: WeightPlacer, layer: int, experts: ExpertMatrices | None) -> LayerWeights:
     spec = placer.model.spec
     prefix = f"blk.{layer}."
     has_ngram = spec.ngram is not None and spec.ngram.layer == layer
@@ -120,7 +129,7 @@ def _place_layer(placer: WeightPlacer, layer: int) -> LayerWeights:
         gdn=_place_gdn(placer, prefix) if is_recurrent else None,
         attention=None if is_recurrent else _place_attention(placer, prefix),
         ffn_read=_place_read(placer, prefix + "hc_ffn"),
-        moe=_place_moe(placer, layer),
+        moe=_place_moe(placer, layer, experts),
     )
 
 
@@ -155,11 +164,13 @@ def _place_attention(placer: WeightPlacer, prefix: str) -> AttentionWeights:
     )
 
 
-def _place_moe(placer: WeightPlacer, layer: int) -> MoeWeights:
+def _place_moe(placer: WeightPlacer, layer: int, experts: ExpertMatrices | None) -> MoeWeights:
     prefix = f"blk.{layer}."
+    if experts is None:
+        experts = load_experts(placer.model, layer, placer.placement.experts, placer.stores)
     return MoeWeights(
         router=placer.matrix(prefix + "ffn_gate_inp.weight"),
-        experts=load_experts(placer.model, layer, placer.placement.experts, placer.stores),
+        experts=experts,
         shared_logit=placer.matrix(prefix + "ffn_gate_inp_shexp.weight"),
         shared_gate=placer.matrix(prefix + "ffn_gate_shexp.weight"),
         shared_up=placer.matrix(prefix + "ffn_up_shexp.weight"),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.device.sizes import gib
 from strata_cli.engine.experts.placing import ExpertHome
+from strata_cli.engine.forward.caching import CachePlan, CacheWishes, cache_shape, plan_cache
 from strata_cli.engine.forward.outline import Outline, Sizes
 from strata_cli.engine.forward.placing import Placement
 from strata_cli.engine.model.expected import NGRAM_TABLE
@@ -20,6 +21,7 @@ from strata_cli.errors import OutOfMemory
 logger = logging.getLogger(__name__)
 
 CHUNKS: tuple[int, ...] = (4096, 2048, 1024, 512)  # prompt chunks that are tried, best first
+CHUNKS_OF_STREAMED: tuple[int, ...] = (8192, *CHUNKS)  # every chunk streams all experts again
 CHUNK_WITHOUT_OWN_MEMORY = 512
 WORKSPACE_SHARE = 8  # at most one such part of the free memory is for a chunk's workspace
 
@@ -34,13 +36,19 @@ class TableHome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """Where the large parts of a model are wanted."""
+    """Where the large parts of a model are wanted.
 
-    experts: ExpertHome = ExpertHome.DEVICE
+    Attributes:
+        experts: the routed experts.
+        ngram_table: the table of the n-gram embedding.
+    """
+
+    experts: ExpertHome = ExpertHome.AUTO
     ngram_table: TableHome = TableHome.AUTO
 
 
 DEFAULT_HOMES = Homes()
+DEFAULT_CACHE = CacheWishes()
 
 
 class Wishes(NamedTuple):
@@ -50,11 +58,13 @@ class Wishes(NamedTuple):
         context_tokens: most tokens of a sequence.
         chunk_tokens: most tokens of a pass; 0 is automatic.
         homes: where the large parts are wanted.
+        cache: of experts, where they are cached.
     """
 
     context_tokens: int
     chunk_tokens: int = 0
     homes: Homes = DEFAULT_HOMES
+    cache: CacheWishes = DEFAULT_CACHE
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +75,18 @@ class Plan:
         sizes: of context and chunk.
         placement: what goes to which memory.
         outline: the model on paper, in these sizes and places.
+        cache: slots for experts; None where they all stay put.
     """
 
     sizes: Sizes
     placement: Placement
     outline: Outline
+    cache: CachePlan | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """All that the device must have."""
+        return self.outline.needs.device + (self.cache.nbytes if self.cache else 0)
 
 
 def plan_model(model: ModelFile, device: Device, stream: Stream, wishes: Wishes) -> Plan:
@@ -93,16 +110,47 @@ def plan_model(model: ModelFile, device: Device, stream: Stream, wishes: Wishes)
 
 def _plans(model: ModelFile, device: Device, stream: Stream, wishes: Wishes) -> Iterator[Plan]:
     """From the most to the least demanding; at least one."""
-    chunks = CHUNKS if device.has_own_memory else (CHUNK_WITHOUT_OWN_MEMORY,)
+    for experts in _expert_homes(wishes.homes, device):
+        is_cached = experts is ExpertHome.CACHED
+        for chunk in _chunks(device, wishes, is_cached=is_cached):
+            sizes = Sizes(wishes.context_tokens, min(chunk, wishes.context_tokens))
+            for is_mapped in _table_homes(model, wishes.homes, is_cached=is_cached):
+                placement = Placement(experts, is_mapped)
+                outline = Outline(model, device, stream, sizes, placement)
+                cache = _plan_cache(model, device, outline, wishes) if is_cached else None
+                yield Plan(sizes, placement, outline, cache)
+
+
+def _expert_homes(homes: Homes, device: Device) -> tuple[ExpertHome, ...]:
+    if homes.experts is not ExpertHome.AUTO:
+        return (homes.experts,)
+    if not device.has_own_memory:
+        return (ExpertHome.DEVICE,)
+    return (ExpertHome.DEVICE, ExpertHome.CACHED)
+
+
+def _chunks(device: Device, wishes: Wishes, *, is_cached: bool) -> tuple[int, ...]:
     if wishes.chunk_tokens:
-        chunks = (wishes.chunk_tokens,)
-    table = wishes.homes.ngram_table
-    may_choose = table is TableHome.AUTO and NGRAM_TABLE in model.tensors
-    for chunk in chunks:
-        sizes = Sizes(wishes.context_tokens, min(chunk, wishes.context_tokens))
-        for is_mapped in (False, True) if may_choose else (table is TableHome.MAPPED,):
-            placement = Placement(wishes.homes.experts, is_mapped)
-            yield Plan(sizes, placement, Outline(model, device, stream, sizes, placement))
+        return (wishes.chunk_tokens,)
+    if not device.has_own_memory:
+        return (CHUNK_WITHOUT_OWN_MEMORY,)
+    return CHUNKS_OF_STREAMED if is_cached else CHUNKS
+
+
+def _table_homes(model: ModelFile, homes: Homes, *, is_cached: bool) -> tuple[bool, ...]:
+    """Whether the n-gram table is mapped. Its memory is better spent on experts."""
+    if homes.ngram_table is not TableHome.AUTO or NGRAM_TABLE not in model.tensors:
+        return (homes.ngram_table is TableHome.MAPPED,)
+    return (True,) if is_cached else (False, True)
+
+
+def _plan_cache(model: ModelFile, device: Device, outline: Outline, wishes: Wishes) -> CachePlan:
+    """Slots beside everything else and room for one more sequence."""
+    needs, shape = outline.needs, cache_shape(model)
+    room_bytes = device.memory().free_bytes - needs.device - needs.state
+    if not device.has_own_memory:
+        room_bytes = shape.num_pairs * shape.slot_bytes // 2  # a cache is but a copy there
+    return plan_cache(shape, wishes.cache, room_bytes, outline.sizes.chunk_tokens)
 
 
 def _fits(plan: Plan, device: Device, *, is_chunk_chosen: bool) -> bool:
@@ -114,7 +162,7 @@ def _fits(plan: Plan, device: Device, *, is_chunk_chosen: bool) -> bool:
         or plan.sizes.chunk_tokens <= CHUNKS[-1]
         or needs.workspace <= free_bytes // WORKSPACE_SHARE
     )
-    return is_modest and needs.device <= free_bytes
+    return is_modest and plan.device_bytes <= free_bytes
 
 
 def _log_mapped_table(model: ModelFile, plan: Plan, homes: Homes) -> None:
@@ -129,10 +177,11 @@ def _log_mapped_table(model: ModelFile, plan: Plan, homes: Homes) -> None:
 
 def _does_not_fit(model: ModelFile, device: Device, plan: Plan) -> OutOfMemory:
     free_bytes, total_bytes = device.memory()
-    needs, sizes = plan.outline.needs, plan.sizes
+    needs, sizes, cache = plan.outline.needs, plan.sizes, plan.cache
+    cached = f"expert cache and ring {gib(cache.nbytes)}, " if cache else ""
     return OutOfMemory(
         f"{model.spec.name or 'the model'} does not fit on {device.name}: "
-        f"need {gib(needs.device)} (weights {gib(needs.weights)}, "
+        f"need {gib(plan.device_bytes)} (weights {gib(needs.weights)}, {cached}"
         f"a context of {sizes.context_tokens} tokens {gib(needs.state)}, "
         f"prompt chunks of {sizes.chunk_tokens} tokens {gib(needs.workspace)}), "
         f"free {gib(free_bytes)} of {gib(total_bytes)}",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.rows import RowPort, advancing, single
 from strata_cli.engine.forward.state import SequenceState
+from strata_cli.engine.prefill.prompt_stream import PromptStream
+from strata_cli.engine.prefill.streamer import PromptStreamer
 from strata_cli.engine.prefill.watching import NO_WATCH, Watch
 
 Wanted: TypeAlias = Literal["last", "all", "none"]
@@ -26,6 +29,7 @@ def prefill(
     wanted: Wanted = "last",
     progress: Progress | None = None,
     watch: Watch = NO_WATCH,
+    streamer: PromptStreamer | None = None,
 ) -> NDArray[np.float32]:
     """Read tokens into a sequence, in chunks of at most the workspace's tokens.
 
@@ -39,25 +43,23 @@ def prefill(
         wanted: which rows' logits to return.
         progress: called with (tokens read, tokens in all) after each chunk.
         watch: looks on.
+        streamer: brings experts that are not resident; None: all are.
 
     Returns:
         "last": logits [V] of the last token; "all": [len(ids), V]; "none": [0].
     """
     chunk_tokens = forward.workspace.num_tokens
     collected: list[NDArray[np.float32]] = []
-    for start in range(0, len(ids), chunk_tokens):
-        chunk = ids[start : start + chunk_tokens]
-        with watch.chunk(forward, state.position, len(chunk)), advancing(state, chunk):
-            port.stage(chunk, range(state.position, state.position + len(chunk)))
-            port.enqueue_inputs(len(chunk))
-            port.mark_inputs()
-            forward.run(single(state, len(chunk)), watch.spans)
-        if wanted == "all":
-            collected += _all_rows(forward, port, len(chunk))
-        elif progress is not None:
-            forward.stream.synchronize()
-        if progress is not None:
-            progress(start + len(chunk), len(ids))
+    with _prompt(streamer, len(ids), chunk_tokens) as stream:
+        for start in range(0, len(ids), chunk_tokens):
+            chunk = ids[start : start + chunk_tokens]
+            _read_chunk(forward, port, state, chunk, watch, stream)
+            if wanted == "all":
+                collected += _all_rows(forward, port, len(chunk))
+            elif progress is not None:
+                forward.stream.synchronize()
+            if progress is not None:
+                progress(start + len(chunk), len(ids))
     if wanted == "none":
         return np.empty(0, dtype=np.float32)
     if wanted == "all":
@@ -66,6 +68,39 @@ def prefill(
     port.enqueue_logits(forward.head(last - 1, last))
     row: NDArray[np.float32] = port.read_logits(1)[0]
     return row
+
+
+@contextmanager
+def _prompt(
+    streamer: PromptStreamer | None, num_tokens: int, chunk_tokens: int
+) -> Iterator[PromptStream | None]:
+    if streamer is None:
+        yield None
+    else:
+        with streamer.prompt(num_tokens, chunk_tokens) as stream:
+            yield stream
+
+
+def _read_chunk(
+    forward: Forward,
+    port: RowPort,
+    state: SequenceState,
+    chunk: list[int],
+    watch: Watch,
+    stream: PromptStream | None,
+) -> None:
+    """Enqueue one pass. Until all of it is, the sequence counts as interrupted."""
+    num, position = len(chunk), state.position
+    ring_slots = 0 if stream is None else stream.ring_slots(num)
+    with (
+        watch.chunk(forward, position, num, ring_slots=ring_slots),
+        advancing(state, chunk),
+        nullcontext() if stream is None else stream.chunk(num) as feed,
+    ):
+        port.stage(chunk, range(position, position + num))
+        port.enqueue_inputs(num)
+        port.mark_inputs()
+        forward.run(single(state, num), watch.spans, feed)
 
 
 def _all_rows(forward: Forward, port: RowPort, num_tokens: int) -> list[NDArray[np.float32]]:

@@ -1,0 +1,119 @@
+"""How many slots of device memory cached experts get, and prompts to stream the others through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from strata_cli.engine.device.arena import TAIL_BYTES
+from strata_cli.engine.experts.blobs import arena_bytes, blob_layouts, slot_bytes
+from strata_cli.engine.experts.cache import LEAST_SLOTS
+from strata_cli.engine.experts.sizing import (
+    ADDRESS_BYTES,
+    GRANULE_BYTES,
+    LEAST_RING_SLOTS,
+    RingNeeds,
+    RingRules,
+    cache_bytes,
+    ring_slots,
+    slots_that_fit,
+)
+from strata_cli.engine.model.tensors import ModelFile
+
+DEFAULT_RING = RingRules()
+RANK_BYTES = 4  # of a pair, in the table that pairs are sorted by
+
+
+class CacheShape(NamedTuple):
+    """What a model's experts take.
+
+    Attributes:
+        slot_bytes: of a slot for any of them.
+        num_pairs: (layer, expert) pairs.
+        arena_bytes: of all in host memory.
+    """
+
+    slot_bytes: int
+    num_pairs: int
+    arena_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheWishes:
+    """What is wanted of an expert cache.
+
+    Attributes:
+        num_slots: of the cache; None: as many as fit.
+        least_slots: of those that no prompt may borrow.
+        ring: that prompts stream experts through.
+    """
+
+    num_slots: int | None = None
+    least_slots: int = LEAST_SLOTS
+    ring: RingRules = DEFAULT_RING
+
+
+class CachePlan(NamedTuple):
+    """Slots for experts in the device's memory.
+
+    Attributes:
+        shape: of the model's experts.
+        num_slots: of the expert cache.
+        least_slots: of those that no prompt may borrow.
+        ring_slots: beside the cache, where it has too few to lend; else 0.
+    """
+
+    shape: CacheShape
+    num_slots: int
+    least_slots: int
+    ring_slots: int
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of the ring beside the cache."""
+        return self.ring_slots * self.shape.slot_bytes + TAIL_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Of cache, ring and tables, in the device's memory."""
+        slot_bytes, num_pairs = self.shape.slot_bytes, self.shape.num_pairs
+        tables = (ADDRESS_BYTES + RANK_BYTES) * num_pairs
+        cache = cache_bytes(self.num_slots, slot_bytes, num_pairs)
+        return cache + self.ring_bytes + tables + 2 * GRANULE_BYTES
+
+
+def cache_shape(model: ModelFile) -> CacheShape:
+    """The shape of a model's experts."""
+    layouts, num_experts = blob_layouts(model), model.spec.num_experts
+    num_pairs, nbytes = len(layouts) * num_experts, arena_bytes(layouts, num_experts)
+    return CacheShape(slot_bytes(layouts), num_pairs, nbytes)
+
+
+def plan_cache(
+    shape: CacheShape, wishes: CacheWishes, room_bytes: int, chunk_tokens: int
+) -> CachePlan:
+    """Slots as wished for, or as many as fit; a ring of its own where they are too few to lend.
+
+    Args:
+        shape: of the model's experts.
+        wishes: what is wanted.
+        room_bytes: that all of it may take, where the number of slots is automatic.
+        chunk_tokens: of prompts.
+    """
+    num_slots = wishes.num_slots
+    if num_slots is None:
+        tables_bytes = CachePlan(shape, 0, 0, 0).nbytes
+        num_slots = slots_that_fit(room_bytes - tables_bytes, shape.slot_bytes, shape.num_pairs)
+    num_slots = min(num_slots, shape.num_pairs)
+    least_slots = min(wishes.least_slots, num_slots // 2)
+    plan = CachePlan(shape, num_slots, least_slots, 0)
+    if num_slots == shape.num_pairs or num_slots - least_slots >= LEAST_RING_SLOTS:
+        return plan
+    needs = RingNeeds(
+        chunk_tokens=chunk_tokens,
+        slot_bytes=shape.slot_bytes,
+        pinned_share=1.0,
+        num_entries=shape.num_pairs - num_slots,
+        room_bytes=shape.num_pairs * shape.slot_bytes,
+    )
+    return plan._replace(ring_slots=ring_slots(wishes.ring, needs))

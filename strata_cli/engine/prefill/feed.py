@@ -1,0 +1,171 @@
+"""A chunk's experts as a pass uses them: groups of what is resident and what has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Device, Event, Stream, Tensor
+from strata_cli.engine.experts.blobs import BlobLayout
+from strata_cli.engine.experts.entries import Ranking, RingShape, address_row, address_table
+from strata_cli.engine.experts.resident import blob_experts
+from strata_cli.engine.experts.streaming import ChunkStream
+from strata_cli.engine.forward.feeding import ExpertGroup, RankedExperts
+
+ADDRESS = np.dtype(np.int64)
+RANK = np.dtype(np.int32)
+
+
+class StreamTables:
+    """Where a chunk's kernels find its experts, and where the host learns of its routing.
+
+    One chunk at a time; a context manager.
+
+    Args:
+        device: of the experts.
+        reads: the stream that passes run on.
+        layouts: of each layer's blobs.
+        num_experts: of a layer.
+
+    Attributes:
+        experts: of each layer, with tables by rank.
+        routed: behind the latest copy of a layer's routing.
+    """
+
+    def __init__(
+        self, device: Device, reads: Stream, layouts: Sequence[BlobLayout], num_experts: int
+    ) -> None:
+        self._reads = reads
+        shape = (len(layouts), num_experts)
+        num_pairs = len(layouts) * num_experts
+        nbytes = num_pairs * (ADDRESS.itemsize + RANK.itemsize)
+        with ExitStack() as resources:
+            memory = resources.enter_context(device.allocate(nbytes))
+            pinned = resources.enter_context(device.allocate_pinned(nbytes))
+            starts = resources.enter_context(device.allocate_pinned(4 * (num_experts + 1)))
+            self._all, self._all_host = (
+                Tensor.over(buffer, (nbytes,), np.uint8) for buffer in (memory, pinned)
+            )
+            self._addresses, self._addresses_host = (
+                Tensor.over(buffer, shape, ADDRESS) for buffer in (memory, pinned)
+            )
+            self._ranks, self._ranks_host = (
+                Tensor.over(buffer, shape, RANK, num_pairs * ADDRESS.itemsize)
+                for buffer in (memory, pinned)
+            )
+            self._start_host = Tensor.over(starts, (num_experts + 1,), np.int32)
+            self.routed: Event = device.event()
+            resources.callback(self.routed.close)
+            self._uploaded: Event = device.event()
+            resources.callback(self._uploaded.close)
+            self._resources = resources.pop_all()
+        self.experts = blob_experts(layouts, self._addresses)
+
+    def rank_of(self, layer: int) -> Tensor:
+        """Rank of each of a layer's experts, int32 [E]."""
+        return self._ranks.rows(layer, layer + 1).reshape(self._ranks.shape[1])
+
+    def upload(self, addresses: NDArray[np.int64], rank_of: NDArray[np.int32]) -> None:
+        """Enqueue the tables of a new chunk: addresses [L, E] by rank, rank_of [L, E] by id.
+
+        Blocks while the last chunk's are still being copied.
+        """
+        self._uploaded.synchronize()
+        self._addresses_host.numpy()[:] = addresses
+        self._ranks_host.numpy()[:] = rank_of
+        self._reads.copy(self._all, self._all_host)
+        self._reads.record(self._uploaded)
+
+    def upload_row(self, layer: int, addresses: NDArray[np.int64]) -> None:
+        """Enqueue a layer's addresses [E], by rank, once it is routed: what came before is done."""
+        self._addresses_host.numpy()[layer] = addresses
+        part = slice(layer, layer + 1)
+        self._reads.copy(
+            self._addresses.rows(part.start, part.stop),
+            self._addresses_host.rows(part.start, part.stop),
+        )
+        self._reads.record(self._uploaded)
+
+    def fetch_start(self, expert_start: Tensor) -> None:
+        """Enqueue the copy of a layer's expert_start to the host."""
+        self._reads.copy(self._start_host, expert_start)
+        self._reads.record(self.routed)
+
+    def start(self) -> NDArray[np.int32]:
+        """The expert_start that was fetched, [E + 1]; the event must be reached."""
+        return self._start_host.numpy().copy()
+
+    def close(self) -> None:
+        """Give the memory back. Safe to call twice."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class StreamFeed:
+    """ExpertFeed of a chunk whose experts are streamed.
+
+    Args:
+        tables: of the chunk, filled by begin().
+        stream: of its experts, open.
+        ranking: that the stream was made with.
+        addresses: of resident experts, by id, int64 [L, E].
+        ring: where the stream's slots are.
+    """
+
+    def __init__(
+        self,
+        tables: StreamTables,
+        stream: ChunkStream,
+        ranking: Ranking,
+        addresses: NDArray[np.int64],
+        ring: RingShape,
+    ) -> None:
+        self._tables = tables
+        self._stream = stream
+        self._ranking = ranking
+        self._addresses = addresses
+        self._ring = ring
+        self._lists_routed = not stream.entries.is_complete
+
+    def begin(self) -> None:
+        """Enqueue the chunk's tables, as far as they are known before any routing."""
+        entries = self._stream.entries
+        if self._lists_routed:
+            by_rank = np.take_along_axis(self._addresses, self._ranking.expert_at, axis=1)
+        else:
+            by_rank = address_table(self._ranking, entries, self._addresses, self._ring)
+        self._tables.upload(by_rank, self._ranking.rank_of)
+
+    def experts(self, layer: int) -> RankedExperts:
+        """See ExpertFeed."""
+        return RankedExperts(self._tables.experts[layer], self._tables.rank_of(layer))
+
+    def publish(self, layer: int, expert_start: Tensor) -> None:  # noqa: ARG002  in turn
+        """See ExpertFeed. Layers come in turn."""
+        self._tables.fetch_start(expert_start)
+
+    def groups(self, layer: int) -> Iterator[ExpertGroup]:
+        """See ExpertFeed. Blocks until the device has routed, then while copies are not issued.
+
+        Raises:
+            StrataError: a copy failed, or nothing moved.
+        """
+        self._stream.await_event(self._tables.routed, f"the routing of layer {layer}")
+        start = self._tables.start()
+        self._stream.publish(layer, start)
+        if self._lists_routed:
+            row = self._addresses[layer]
+            entries = self._stream.entries
+            by_rank = address_row(self._ranking, entries, layer, row, self._ring)
+            self._tables.upload_row(layer, by_rank)
+        for ranks in self._stream.groups(layer):
+            yield ExpertGroup(ranks, range(int(start[ranks.start]), int(start[ranks.stop])))

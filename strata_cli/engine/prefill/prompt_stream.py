@@ -1,0 +1,197 @@
+"""The experts of one prompt, chunk after chunk, through rings in the slots that it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Device, Stream, Tensor
+from strata_cli.engine.experts.entries import rank_experts
+from strata_cli.engine.experts.keeping import KeptBlobs
+from strata_cli.engine.experts.order import by_score, expected_use
+from strata_cli.engine.experts.ring import Ring
+from strata_cli.engine.experts.sizing import RingRules
+from strata_cli.engine.experts.store import ExpertStore
+from strata_cli.engine.experts.streaming import (
+    SMALL_RING_SLOTS,
+    ChunkStream,
+    StreamCounts,
+    StreamOptions,
+)
+from strata_cli.engine.forward.feeding import ExpertFeed
+from strata_cli.engine.prefill.feed import StreamFeed, StreamTables
+from strata_cli.engine.trace import NO_TRACE, Trace
+
+DEFAULT_RING = RingRules()
+DEFAULT_STREAM = StreamOptions()
+SHORT_TOKENS = 64  # so few use most blobs once: kernels may as well read them over the link
+ORDER_CLASSES = 16  # of likelihood; neighbours within one are copied together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamRules:
+    """How prompts come by experts that are not resident. No result depends on it.
+
+    Attributes:
+        ring: its size, and from how many tokens on experts are copied ahead of their routing.
+        stream: how each chunk's experts are streamed.
+        is_likely: copy first what is likely to be routed, else in the order of ids.
+        kept_slots: for a prompt's most used experts, between its chunks.
+        short_tokens: chunks of at most so many read experts where they are, over the link.
+    """
+
+    ring: RingRules = DEFAULT_RING
+    stream: StreamOptions = DEFAULT_STREAM
+    is_likely: bool = False
+    kept_slots: int = 0
+    short_tokens: int = SHORT_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the streams of one engine work with.
+
+    Attributes:
+        device: of the store.
+        reads: the stream that passes run on.
+        store: of the experts; outlives the streamer.
+        trace: told what the streams do.
+    """
+
+    device: Device
+    reads: Stream
+    store: ExpertStore
+    trace: Trace = NO_TRACE
+
+
+class History:
+    """What chunks have used, and thus what the next one will probably use.
+
+    Args:
+        scores: use of each expert in general, [L, E].
+
+    Attributes:
+        counts: what the streams of the last prompt did, chunk by chunk.
+    """
+
+    def __init__(self, scores: NDArray[np.float32]) -> None:
+        self.counts: list[StreamCounts] = []
+        self._scores = scores
+        self._last_use: NDArray[np.int64] | None = None
+
+    def order(self) -> NDArray[np.int64]:
+        """All experts, likely ones first, [L, E]."""
+        return by_score(expected_use(self._last_use, self._scores), finest=ORDER_CLASSES)
+
+    def add(self, stream: ChunkStream) -> None:
+        """Take note of a chunk that is done."""
+        self._last_use = stream.use
+        self.counts.append(stream.counts)
+
+
+class PromptStream:
+    """Streams the chunks of one prompt, one after the other.
+
+    Args:
+        setting: what to work with.
+        rules: see StreamRules.
+        tables: for the chunks.
+        history: of the engine.
+        slots: uint8 [n, slot_bytes]; None: every chunk finds its experts where they are.
+        ring_slots: of those that are the ring of long chunks; blobs are kept in the others.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        rules: StreamRules,
+        tables: StreamTables,
+        history: History,
+        slots: Tensor | None,
+        ring_slots: int,
+    ) -> None:
+        self._setting = setting
+        self._rules = rules
+        self._tables = tables
+        self._history = history
+        self._slots = slots
+        self._ring_slots = ring_slots
+        self._rings: dict[int, Ring] = {}
+        self._passed = setting.device.event()
+        self._kept: KeptBlobs | None = None
+
+    def ring_slots(self, num_tokens: int) -> int:
+        """Slots of the ring of a chunk; 0: it needs none."""
+        if self._slots is None or num_tokens <= self._rules.short_tokens:
+            return 0
+        if num_tokens < self._rules.ring.stream_min:
+            return min(SMALL_RING_SLOTS, self._ring_slots)
+        return self._ring_slots
+
+    @contextmanager
+    def chunk(self, num_tokens: int) -> Iterator[ExpertFeed | None]:
+        """Around the pass of a chunk; gives its feed, None where experts are used as they lie.
+
+        Leaving waits until every copy is on its way, and raises what failed.
+        """
+        num_slots = self.ring_slots(num_tokens)
+        if not num_slots:
+            yield None
+            return
+        store, ring = self._setting.store, self._ring(num_slots)
+        kept = self._keep(ring)
+        resident, addresses = store.cache.is_resident, store.cache.addresses
+        if self._kept is not None:
+            resident = resident | self._kept.is_kept
+            addresses = np.where(self._kept.is_kept, self._kept.addresses, addresses)
+        order = self._history.order() if self._rules.is_likely else None
+        ranking = rank_experts(resident, order)
+        stream = ChunkStream(ranking, ring, store.blobs, self._rules.stream, kept)
+        with store.staging(stream.entries), stream:
+            feed = StreamFeed(self._tables, stream, ranking, addresses, ring.shape)
+            feed.begin()
+            yield feed
+            stream.finish()
+        self._history.add(stream)
+
+    def close(self) -> None:
+        """Waits for copies under way and gives events back. Safe to call twice.
+
+        Raises:
+            DeviceError: a copy failed.
+        """
+        rings, self._rings = self._rings, {}
+        try:
+            if rings:
+                self._setting.store.copies.synchronize()
+        finally:
+            for ring in rings.values():
+                ring.close()
+            self._passed.close()
+
+    def _ring(self, num_slots: int) -> Ring:
+        """A ring over the first slots. Its copies wait for those who read them so far."""
+        assert self._slots is not None
+        if num_slots not in self._rings:
+            setting, slots = self._setting, self._slots.rows(0, num_slots)
+            ring = Ring(setting.device, slots, setting.store.copies, setting.reads, setting.trace)
+            self._rings[num_slots] = ring
+            setting.reads.record(self._passed)
+            setting.store.copies.wait(self._passed)
+        return self._rings[num_slots]
+
+    def _keep(self, ring: Ring) -> KeptBlobs | None:
+        """Where blobs of the prompt's long chunks are kept, if there is room."""
+        assert self._slots is not None
+        if ring.num_slots != self._ring_slots or ring.num_slots == self._slots.shape[0]:
+            return None
+        if self._kept is None:
+            store = self._setting.store
+            slots = self._slots.rows(ring.num_slots, self._slots.shape[0])
+            blob_bytes = [layout.nbytes for layout in store.layouts]
+            self._kept = KeptBlobs(ring, slots, blob_bytes, store.num_experts)
+        return self._kept

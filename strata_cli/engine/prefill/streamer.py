@@ -1,0 +1,146 @@
+"""Where the prompts of an engine get the slots that they stream experts through.
+
+The expert cache lends its last slots for the length of a prompt, and is filled again behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.arena import TAIL_BYTES
+from strata_cli.engine.device.base import Tensor
+from strata_cli.engine.experts.cache import EMPTY
+from strata_cli.engine.experts.sizing import RingNeeds, ring_slots
+from strata_cli.engine.experts.streaming import StreamCounts
+from strata_cli.engine.prefill.feed import StreamTables
+from strata_cli.engine.prefill.prompt_stream import History, PromptStream, Setting, StreamRules
+from strata_cli.errors import StrataError
+
+logger = logging.getLogger(__name__)
+
+
+class PromptStreamer:
+    """Streams experts for the prompts of one engine, on the thread that computes.
+
+    Args:
+        setting: what to work with.
+        rules: see StreamRules.
+        scores: use of each expert in general, [L, E].
+        own_slots: of a ring beside the cache; 0: the cache lends it.
+
+    Raises:
+        OutOfMemory: there is no room for the tables or the ring.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        rules: StreamRules,
+        scores: NDArray[np.float32],
+        own_slots: int = 0,
+    ) -> None:
+        self._setting = setting
+        self._rules = rules
+        self._history = History(scores)
+        self._held = setting.store.cache.pair_in.copy()
+        store = setting.store
+        with ExitStack() as resources:
+            tables = StreamTables(setting.device, setting.reads, store.layouts, store.num_experts)
+            self._tables = resources.enter_context(tables)
+            self._own: Tensor | None = None
+            if own_slots:
+                nbytes = own_slots * store.slot_bytes
+                memory = resources.enter_context(setting.device.allocate(nbytes + TAIL_BYTES))
+                self._own = Tensor.over(memory, (own_slots, store.slot_bytes), np.uint8)
+            self._resources = resources.pop_all()
+
+    @property
+    def counts(self) -> list[StreamCounts]:
+        """What the streams of the last prompt did, chunk by chunk."""
+        return self._history.counts
+
+    def ring_slots(self, num_tokens: int) -> int:
+        """Slots of the ring for a prompt's chunks of so many tokens; 0: none is needed."""
+        store = self._setting.store
+        num_entries = int((~store.cache.is_resident).sum())
+        if num_tokens <= self._rules.short_tokens or not num_entries:
+            return 0
+        needs = RingNeeds(
+            chunk_tokens=num_tokens,
+            slot_bytes=store.slot_bytes,
+            pinned_share=store.pinned_share,
+            num_entries=num_entries,
+            room_bytes=store.cache.lendable_bytes if self._own is None else self._own.nbytes,
+        )
+        return ring_slots(self._rules.ring, needs)
+
+    @contextmanager
+    def prompt(self, num_tokens: int, chunk_tokens: int) -> Iterator[PromptStream]:
+        """Around the chunks of a prompt. Leaving waits until lent slots are filled again.
+
+        Args:
+            num_tokens: of the prompt.
+            chunk_tokens: of its chunks; the last one may have fewer.
+        """
+        self._mend()
+        self._history.counts = []
+        num_slots = self.ring_slots(min(num_tokens, chunk_tokens))
+        num_kept = self._rules.kept_slots if num_tokens > chunk_tokens else 0
+        with ExitStack() as resources:
+            slots = self._borrow(num_slots, num_kept, resources) if num_slots else None
+            stream = PromptStream(
+                self._setting, self._rules, self._tables, self._history, slots, num_slots
+            )
+            resources.enter_context(_Closing(stream.close))
+            yield stream
+
+    def close(self) -> None:
+        """Give the memory back. Safe to call twice."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _borrow(self, num_slots: int, num_kept: int, resources: ExitStack) -> Tensor:
+        """Slots for a ring and, behind them, for what is kept, as far as there are any."""
+        cache, slot_bytes = self._setting.store.cache, self._setting.store.slot_bytes
+        if self._own is not None:
+            return self._own.rows(0, min(num_slots + num_kept, self._own.shape[0]))
+        count = min(num_slots + num_kept, cache.lendable_bytes // slot_bytes)
+        resources.enter_context(_Closing(self._mend))
+        return cache.lend(count * slot_bytes).memory.reshape(count, slot_bytes)
+
+    def _mend(self) -> None:
+        """Fill what was lent, also by a prompt whose end was interrupted."""
+        cache = self._setting.store.cache
+        if cache.loan is not None:
+            cache.take_back(cache.loan)
+        if (cache.pair_in != self._held).any():
+            cache.fill(self._held[self._held != EMPTY])
+
+
+class _Closing:
+    """Calls at the end of a block what may fail, without hiding an exception that comes first."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._close()
+        except StrataError as error:
+            if kind is None:
+                raise
+            logger.warning("behind another error: %s", error)
