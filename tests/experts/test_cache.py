@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from strata_cli.engine.experts.store import ExpertStore, StoreOptions
 from strata_cli.engine.experts.streaming import ChunkStream, StreamOptions
 from strata_cli.engine.model.tensors import ModelFile
 from strata_cli.errors import DeviceError, OutOfMemory, ShapeError, StateError
+from tests.device.gates import held
 from tests.experts.tiny_store import FORMS, has_expert, open_tiny
 
 NUM_PAIRS = 24
@@ -159,17 +161,17 @@ def test_what_was_read_before_a_loan_is_not_overwritten_by_it(
 ) -> None:
     """Copies on another stream, queued inside the loan, wait for reads queued before it."""
     with open_store(model, device, reads) as store:
-        slots = Checker(model, device, reads, store).slots()
-        last = slots.rows(9, 10)
-        held = device.allocate_pinned(store.slot_bytes)
-        copy = Tensor.over(held, last.shape, np.uint8)
+        last = Checker(model, device, reads, store).slots().rows(9, 10)
+        copy = Tensor.over(device.allocate_pinned(store.slot_bytes), last.shape, np.uint8)
         expected = download(device, reads, last)
-        for _ in range(300):
+        with held(device, reads):
             reads.copy(copy, last)
-        with store.cache.lend(1) as loan:
+            loan = store.cache.lend(1)
             store.copies.fill(loan.memory, 0x5A)
-            reads.synchronize()
-            assert (copy.numpy() == expected).all()
+            time.sleep(0.02)
+        reads.synchronize()
+        assert (copy.numpy() == expected).all()
+        loan.close()
 
 
 def test_a_refill_waits_for_what_the_loan_was_used_for(

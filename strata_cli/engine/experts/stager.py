@@ -62,7 +62,7 @@ class JobList(Protocol):
 class _Claim(NamedTuple):
     """A job that one thread has taken."""
 
-    chunk: int
+    jobs: JobList
     job: int
     layer: int
     expert: int
@@ -72,8 +72,8 @@ class _Claim(NamedTuple):
 class Stager:
     """StagedBlobs of one list of copies after the other; a context manager.
 
-    begin(), end() and sent() come from the threads that issue the copies, one at a time. A thread
-    that holds a job of an ended list can neither offer its blob nor take a job of the next.
+    begin(), end() and sent() come from the threads that issue the copies, one at a time. A list
+    begins when the threads are done with the last one, so none takes a job of the wrong list.
     Everything is written under the lock; is_ready() and blob() read without it.
 
     Args:
@@ -97,7 +97,6 @@ class Stager:
         buffer = device.allocate_pinned(num_buffers * slot_bytes)
         self._buffers = Tensor.over(buffer, (num_buffers, slot_bytes), np.uint8)
         self._changed = threading.Condition()
-        self._chunk = 0  # ends with end(), so that late threads notice
         self._list: JobList | None = None
         self._entries: list[int] = []  # of the jobs listed so far
         self._next_entry = 0
@@ -135,10 +134,11 @@ class Stager:
             if self._list is not None or self._is_closed:
                 state = "closed" if self._is_closed else "still staging another list"
                 raise StateError(f"the stager is {state}")
+        self._settle()  # end() may have been interrupted
+        with self._changed:
             self._list = jobs
             self._entries, self._next_entry = [], 0
             self._claimed = self._sent = 0
-            self._ready = [NO_JOB] * self.num_buffers
             self._failure = self._death
             self._list_jobs()
 
@@ -149,14 +149,7 @@ class Stager:
         """
         with self._changed:
             self._list = None
-            self._chunk += 1
-            self._ready = [NO_JOB] * self.num_buffers
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._reading)
-            left, self._left = self._left, [None] * self.num_buffers
-        for event in left:
-            if event is not None:
-                _await_end(event)
+        self._settle()
 
     def is_ready(self, job: int) -> bool:
         """See StagedBlobs."""
@@ -198,6 +191,17 @@ class Stager:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _settle(self) -> None:
+        """Blocks until nobody writes or reads a buffer; what is in them is forgotten."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._reading)
+            self._ready = [NO_JOB] * self.num_buffers
+        for index, event in enumerate(self._left):
+            if event is not None:
+                with suppress(DeviceError):  # however the copy ended
+                    event.synchronize()
+                self._left[index] = None
+
     def _list_jobs(self) -> None:
         """Note what the list has come to. Under the lock."""
         if self._list is None:
@@ -234,7 +238,7 @@ class Stager:
             self._reading.add(threading.get_ident())
             k = self._entries[job]
             left = self._left[job % self.num_buffers]
-            return _Claim(self._chunk, job, jobs.layers[k], jobs.experts[k], left)
+            return _Claim(jobs, job, jobs.layers[k], jobs.experts[k], left)
 
     def _has_job(self) -> bool:
         is_listed = self._list is not None and self._claimed < len(self._entries)
@@ -249,17 +253,16 @@ class Stager:
             failure = error
         with self._changed:
             self._reading.discard(threading.get_ident())
-            if claim.chunk == self._chunk:
-                self._failure = self._failure or failure
-                if is_read:
-                    self._ready[claim.job % self.num_buffers] = claim.job
+            self._failure = self._failure or failure
+            if is_read:
+                self._ready[claim.job % self.num_buffers] = claim.job
             self._changed.notify_all()
 
     def _read(self, claim: _Claim) -> bool:
         """Bring the blob into its buffer; False if the list was ended before that began."""
         nap_s = SHORTEST_NAP_S
         while claim.left is not None and not claim.left.query():
-            if claim.chunk != self._chunk:
+            if self._list is not claim.jobs:
                 return False
             time.sleep(nap_s)
             nap_s = min(1.2 * nap_s, LONGEST_NAP_S)
@@ -267,9 +270,3 @@ class Stager:
         nbytes = self._source.blob_bytes(claim.layer)
         self._source.read(claim.layer, claim.expert, room[:nbytes])
         return True
-
-
-def _await_end(event: Event) -> None:
-    """Blocks until nothing reads the buffer any more, however the copy ended."""
-    with suppress(DeviceError):
-        event.synchronize()
