@@ -1,0 +1,1 @@
+"""What runs tell when they are looked at: summaries of traces, and arms that are compared."""
