@@ -16,6 +16,17 @@ from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.trace import STDERR, Sink, Trace, open_trace
 from strata_cli.models import DEMO_MODEL_PATH
 
+ENGINE_SETTINGS = (
+    "model",
+    "device",
+    "threads",
+    "vram_bytes",
+    "vram_reserve_mib",
+    "max_context",
+    "prefill",
+)
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
+
 
 @contextmanager
 def open_engine(

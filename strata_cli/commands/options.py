@@ -63,6 +63,15 @@ def load_config(flags: Mapping[str, Any]) -> StrataConfig:
     return config
 
 
+def changed_config(flags: Mapping[str, Any], name: str, value: str) -> StrataConfig:
+    """The settings that load_config gives, but one, which has this value as if by its flag.
+
+    Raises:
+        ConfigError: a value is wrong; the message names its flag, variable or key.
+    """
+    return StrataConfig.load({**flags, name: value}, os.environ)
+
+
 def written(parse: Parser[T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
     """Callback of a command's own option, whose value is written, and refused, like a setting's.
 

@@ -13,7 +13,7 @@ import click
 import orjson
 
 from strata_cli.commands.logits_file import LogitsFile, check_distinct, check_logits_file
-from strata_cli.commands.opening import open_engine, sampler_of
+from strata_cli.commands.opening import ENGINE_SETTINGS, SAMPLING_SETTINGS, open_engine, sampler_of
 from strata_cli.commands.options import config_options, load_config, written
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import PromptSource, parse_ids
@@ -59,23 +59,7 @@ COUNT = written(whole_number(0))
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
 @click.option("--logits-out", metavar="FILE.npy", help="Save the last logits, [V].")
 @click.option("--all-logits-out", metavar="FILE.npy", help="Save all logits, [T, V].")
-@config_options(
-    "model",
-    "device",
-    "threads",
-    "vram_bytes",
-    "vram_reserve_mib",
-    "max_context",
-    "prefill",
-    "deterministic",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "state_hash",
-    "progress",
-)
+@config_options(*ENGINE_SETTINGS, "deterministic", *SAMPLING_SETTINGS, "state_hash", "progress")
 def read(
     prompt: str | None,
     file: Path | None,

@@ -198,3 +198,10 @@ def test_marks_are_used_again_once_their_spans_are_written() -> None:
     times = [event["t_ns"] for event in events]
     assert times == sorted(times)
     assert len({id(mark) for mark in made}) <= 5
+
+
+def test_every_event_and_field_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "trace.md").read_text("utf-8")
+    for ev, names in EVENTS.items():
+        row = ", ".join(f"`{name}`" for name in names)
+        assert f"| `{ev}` | {row} |" in text

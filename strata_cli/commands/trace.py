@@ -1,0 +1,235 @@
+"""`strata trace`: what reading a prompt did and when; and one setting's effect on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import orjson
+
+from strata_cli.commands import trace_arms, trace_report
+from strata_cli.commands.logits_file import check_logits_file
+from strata_cli.commands.opening import (
+    ENGINE_SETTINGS,
+    SAMPLING_SETTINGS,
+    open_engine,
+    sampler_of,
+)
+from strata_cli.commands.options import config_options, load_config, written
+from strata_cli.commands.progress import progress_bar
+from strata_cli.commands.prompt import PromptSource
+from strata_cli.commands.streams import require_stdout
+from strata_cli.commands.trace_arms import Arms
+from strata_cli.config import StrataConfig
+from strata_cli.engine.engine import Engine
+from strata_cli.engine.measuring.perfetto import as_perfetto
+from strata_cli.engine.measuring.summary import summarize
+from strata_cli.engine.reading import ReadRequest
+from strata_cli.engine.trace import Event, read_trace
+from strata_cli.errors import ConfigError, StrataError, path_text
+from strata_cli.parsers import whole_number
+
+FILE = click.Path(path_type=Path)
+IDENTITY_TOKENS = 64  # generated, where nothing else is asked for
+
+
+@click.command(short_help="Show what reading a prompt did and when; time one setting.")
+@click.argument("prompt", required=False)
+@click.option(
+    "-f", "--file", type=FILE, metavar="FILE", help="Read the prompt from a text file; - is stdin."
+)
+@click.option("--tokens", metavar="IDS", help="Prompt as token ids: 1,2,3.")
+@click.option(
+    "--tokens-file", type=FILE, metavar="FILE", help="Prompt as a JSON list of ids; - is stdin."
+)
+@click.option("--raw", is_flag=True, help="Read the text as it is, without a chat template.")
+@click.option("--chat", is_flag=True, help="Read as a user's turn (the default when possible).")
+@click.option("--system", metavar="TEXT", help="System message in front of the chat.")
+@click.option(
+    "--from", "trace_file", type=FILE, metavar="FILE", help="Show a trace that STRATA_TRACE wrote."
+)
+@click.option("--perfetto", metavar="FILE", help="Save the trace for Perfetto, chrome://tracing.")
+@click.option("--layers", "every_layer", is_flag=True, help="Show the layers of every chunk.")
+@click.option(
+    "--warm-up", is_flag=True, help="Read the prompt once before, so that kernels are compiled."
+)
+@click.option(
+    "--ab",
+    metavar="SWITCH[=OFF,ON]",
+    callback=lambda _context, _param, text: text and trace_arms.parse_switch(text),
+    help="Time a setting, off and on, in mirrored pairs of fresh engines.",
+)
+@click.option(
+    "--identity",
+    is_flag=True,
+    help="Compare bits of SWITCH off, by default, on, and off again, instead of times.",
+)
+@click.option(
+    "--repeat",
+    callback=written(whole_number(1)),
+    default="1",
+    metavar="N",
+    help="Timed reads of each arm, after one that warms up; their median counts.  [1]",
+)
+@click.option(
+    "--max-tokens",
+    callback=written(whole_number(0)),
+    metavar="N",
+    help="Generate up to N tokens in each arm.  [0; 64 with --identity]",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
+@config_options(*ENGINE_SETTINGS, *SAMPLING_SETTINGS, "progress")
+def trace(
+    prompt: str | None,
+    file: Path | None,
+    tokens: str | None,
+    tokens_file: Path | None,
+    raw: bool,
+    chat: bool,
+    system: str | None,
+    trace_file: Path | None,
+    perfetto: str | None,
+    every_layer: bool,
+    warm_up: bool,
+    ab: trace_arms.Switch | None,
+    identity: bool,
+    repeat: int,
+    max_tokens: int | None,
+    is_json: bool,
+    **flags: Any,
+) -> int:
+    """Read PROMPT and print what happened: chunks, layers, copies of experts, waits.
+
+    PROMPT may also come from --file, --tokens, --tokens-file or stdin. With --from a trace that
+    another run wrote is shown instead.
+
+    With --ab the prompt is read by eight fresh engines, off on on off and on off off on, and the
+    ratios of neighbours are printed with their median and its interval. SWITCH is any setting; it
+    needs values where it does not take 0 and 1. --identity instead reads with SWITCH off, by
+    default, on, and off again; the exit code is 1 unless every bit is the same.
+
+    \b
+    strata trace --file book.txt --perfetto trace.json
+    STRATA_TRACE=run.jsonl strata read --file book.txt; strata trace --from run.jsonl
+    strata trace --file book.txt --ab prefill=512,4096
+    """
+    config = load_config(flags)
+    source = PromptSource(
+        text=prompt,
+        file=file,
+        tokens=tokens,
+        tokens_file=tokens_file,
+        raw=raw,
+        chat=chat,
+        system=system,
+    )
+    source.check()
+    _check_modes(source, trace_file, ab, identity=identity, perfetto=perfetto)
+    require_stdout()
+    if perfetto is not None:
+        check_logits_file("--perfetto", perfetto, {})
+    if trace_file is not None:
+        _show(read_trace(trace_file), perfetto, every_layer=every_layer, is_json=is_json)
+        return 0
+    text_or_ids = source.read()
+    will_chat = not raw and isinstance(text_or_ids, str)
+    wanted = max_tokens if max_tokens is not None else IDENTITY_TOKENS if identity else 0
+
+    def request_of(engine: Engine, config: StrataConfig) -> ReadRequest:
+        ids = source.encode(engine, text_or_ids)
+        return ReadRequest(ids=ids, max_tokens=wanted, sampler=sampler_of(config))
+
+    if ab is None:
+        events = _run(config, request_of, will_chat=will_chat, warms_up=warm_up)
+        _show(events, perfetto, every_layer=every_layer, is_json=is_json)
+        return 0
+    arms = Arms(flags, ab, request_of, will_chat)
+    return _identity(arms, is_json=is_json) if identity else _time(arms, repeat, is_json=is_json)
+
+
+def _check_modes(
+    source: PromptSource,
+    trace_file: Path | None,
+    ab: trace_arms.Switch | None,
+    *,
+    identity: bool,
+    perfetto: str | None,
+) -> None:
+    given = (source.text, source.file, source.tokens, source.tokens_file)
+    has_prompt = any(item is not None for item in given)
+    if trace_file is not None and (has_prompt or ab is not None):
+        other = "--ab" if ab is not None else "a prompt"
+        raise ConfigError(
+            f"--from and {other} cannot be used together", hint="--from shows a run that is over"
+        )
+    if identity and ab is None:
+        raise ConfigError("--identity needs --ab", hint="--ab SWITCH names what to compare")
+    if perfetto is not None and ab is not None:
+        raise ConfigError(
+            "--perfetto and --ab cannot be used together", hint="trace each setting by itself"
+        )
+
+
+def _run(
+    config: StrataConfig,
+    request_of: trace_arms.RequestOf,
+    *,
+    will_chat: bool,
+    warms_up: bool,
+) -> list[Event]:
+    events: list[Event] = []
+    with open_engine(config, will_chat=will_chat, sinks=(events.append,)) as engine:
+        ids = request_of(engine, config).ids
+        if warms_up:
+            with engine.sequence() as sequence:
+                sequence.prefill(ids)
+            events[:] = [event for event in events if event["ev"] == "run.begin"]
+        with (
+            engine.sequence() as sequence,
+            progress_bar("reading", "tok", config.progress) as progress,
+        ):
+            sequence.prefill(ids, progress=progress)
+    return sorted(events, key=lambda event: int(event["t_ns"]))
+
+
+def _show(events: list[Event], perfetto: str | None, *, every_layer: bool, is_json: bool) -> None:
+    run = summarize(events)
+    if perfetto is not None:
+        _save_perfetto(events, Path(perfetto))
+    if is_json:
+        _echo_json(trace_report.as_json(run))
+    else:
+        click.echo(trace_report.as_text(run, events, every_layer=every_layer))
+
+
+def _save_perfetto(events: list[Event], path: Path) -> None:
+    try:
+        path.write_bytes(orjson.dumps(as_perfetto(events)))
+    except OSError as error:
+        raise StrataError(
+            f"cannot write {path_text(path)}: {error.strerror}",
+            hint="check the folder and its space",
+        ) from error
+
+
+def _time(arms: Arms, repeat: int, *, is_json: bool) -> int:
+    comparisons = trace_arms.time_arms(arms, repeat)
+    if is_json:
+        _echo_json(trace_arms.timing_json(arms.switch, comparisons))
+    else:
+        click.echo(trace_arms.timing_text(arms.switch, comparisons))
+    return 0
+
+
+def _identity(arms: Arms, *, is_json: bool) -> int:
+    done = trace_arms.identity_arms(arms)
+    if is_json:
+        _echo_json(trace_arms.identity_json(arms.switch, done))
+    else:
+        click.echo(trace_arms.identity_text(arms.switch, done))
+    return int(any(arm.differs for arm in done))
+
+
+def _echo_json(report: Any) -> None:
+    click.echo(orjson.dumps(report, option=orjson.OPT_INDENT_2))

@@ -1,0 +1,102 @@
+"""`strata trace`: what it shows of a prompt or a file, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from strata_cli.commands.main import run, strata
+from tests.measuring.streamed import streamed_trace
+
+PROMPT = ["--tokens", ",".join(map(str, range(5, 25))), "--device", "host"]
+
+
+def trace_json(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    assert run(strata, ["trace", *args, "--json"]) == 0
+    return orjson.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    path = tmp_path / "t.jsonl"
+    events, _ = streamed_trace()
+    path.write_bytes(b"".join(orjson.dumps(event) + b"\n" for event in events))
+    return path
+
+
+def test_a_model_whose_experts_are_all_resident_says_so_and_shows_its_layers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(strata, ["trace", *PROMPT, "--prefill", "16", "--warm-up"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("strata-demo on host: 20 tokens in 2 chunks, ")
+    assert lines[1] == "0 experts streamed: kernels read all of them where they are"
+    chunks = [line.split() for line in lines[4:6]]
+    assert [chunk[1:3] for chunk in chunks] == [["0", "16"], ["16", "4"]]
+    assert all(chunk[4:9] == ["-", "all", "0", "0", "0"] for chunk in chunks)
+    assert [line.split()[0] for line in lines[8:16]] == [str(layer) for layer in range(8)]
+    assert sum("compute |" in line for line in lines) == 2
+
+
+def test_the_json_object_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    result = trace_json(capsys, *PROMPT)
+    documented = (Path(__file__).parents[2] / "docs" / "trace.md").read_text("utf-8")
+    chunk = result["chunks"][0]
+    layer = chunk["layers"][0]
+    for key in {*result, *chunk, *layer, *layer["traffic"]}:
+        assert f"`{key}`" in documented, key
+    assert result["version"] == 1
+    assert result["tokens"] == chunk["tokens"] == 20
+    assert result["prompt_ms"] > 0
+    assert layer["traffic"]["run_us"] > 0
+
+
+def test_a_trace_file_of_a_streamed_prompt_is_shown(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = trace_json(capsys, "--from", str(trace_file))
+    total = result["traffic"]
+    assert total["copied"] > 0
+    assert total["skipped"] > 0
+    assert run(strata, ["trace", "--from", str(trace_file)]) == 0
+    text = capsys.readouterr().out
+    assert f"experts: {total['copied']} copied, {total['skipped']} skipped, " in text
+    assert "link: busy for " in text
+    assert "waits: the device for copies " in text
+    assert run(strata, ["trace", "--from", str(trace_file), "--layers"]) == 0
+    assert "chunk 1\nlayer" in capsys.readouterr().out
+
+
+def test_perfetto_gets_a_file(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.json"
+    assert run(strata, ["trace", "--from", str(trace_file), "--perfetto", str(path)]) == 0
+    assert {"traceEvents", "displayTimeUnit"} == set(orjson.loads(path.read_bytes()))
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["--from", "x", "hello"], "--from and a prompt cannot be used together"),
+        (["--from", "x", "--ab", "prefill=1,2"], "--from and --ab cannot be used together"),
+        (["hello", "--identity"], "--identity needs --ab"),
+        (["hello", "--ab", "progress", "--perfetto", "p"], "--perfetto and --ab"),
+        (["--from", "/missing/file"], "cannot read /missing/file"),
+        (["hello", "--perfetto", "/missing/p"], "--perfetto: cannot write /missing/p"),
+        (["hello", "--ab", "prefil=1,2"], "--ab: 'prefil' is not a setting"),
+        (["hello", "--ab", "prefill"], "--ab prefill needs two values"),
+        (["hello", "--ab", "prefill=x,2", "--device", "host"], "--prefill must be auto or"),
+        (["hello", "--repeat", "0"], "--repeat must be a whole number from 1"),
+        (["hello", "--raw", "--chat"], "--raw and --chat cannot be used together"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_exit_code_2(
+    args: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(strata, ["trace", *args]) == 2
+    assert problem in capsys.readouterr().err
