@@ -22,6 +22,10 @@ from strata_cli.parsers import (
     auto_or_boolean,
     auto_or_bytes,
     auto_or_count,
+    auto_or_depth,
+    auto_or_path,
+    auto_or_ring,
+    auto_or_slots,
     auto_or_threads,
     boolean,
     choice,
@@ -88,6 +92,61 @@ class StrataConfig:
         0,
         "Prompt chunk in tokens; changes speed and memory, never the result.",
         parse=auto_or_count,
+    )
+    expert_cache: int | None = setting(
+        None,
+        "Experts held in device memory where not all fit; auto is as many as do. "
+        "A number makes the cache also where all would fit, and on the host.",
+        parse=auto_or_slots,
+    )
+    expert_profile: Path | None = setting(
+        None,
+        "File that ranks the experts by use, for the cache; measured and made if not there. "
+        "auto keeps one per model, on GPUs.",
+        parse=auto_or_path,
+    )
+    prefill_stream_min: int = setting(
+        1024,
+        "Tokens of a prompt chunk from which on experts are copied ahead of their routing.",
+        parse=whole_number(0),
+    )
+    prefill_ring: int = setting(
+        0,
+        "Slots that a prompt streams experts through; up to 8 take routed experts alone.",
+        parse=auto_or_ring,
+    )
+    ring_bytes: bool = setting(
+        True, "Size an automatic ring by its bytes, else by its slots.", parse=boolean
+    )
+    prefill_issuer: bool = setting(
+        True,
+        "Let a thread of its own issue a prompt's copies, else the one that computes.",
+        parse=boolean,
+    )
+    prefill_routed_stream: bool | None = setting(
+        None,
+        "Do not copy experts that the routing has shown to be unneeded; auto is on.",
+        parse=auto_or_boolean,
+    )
+    prefill_routed_stream_depth: int = setting(
+        16,
+        "Copies of a routed stream that may be queued; auto is what the link needs.",
+        parse=auto_or_depth,
+    )
+    prefill_order: str = setting(
+        "id",
+        "Order in which a layer's experts are copied: by id, or likely ones first.",
+        parse=choice("id", "likely"),
+    )
+    prefill_keep: int = setting(
+        0,
+        "Slots for a long prompt's most used experts between its chunks; 0 keeps none.",
+        parse=whole_number(0),
+    )
+    watchdog_s: float = setting(
+        60.0,
+        "Seconds without any progress of a stream of experts that end the run; 0 waits on.",
+        parse=number(0),
     )
     deterministic: bool | None = setting(
         None,

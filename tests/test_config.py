@@ -69,6 +69,15 @@ def test_every_default_has_a_spelling_that_gives_it_back(name: str) -> None:
         ("vram_bytes", "1.5GiB", 3 << 29),
         ("vram_bytes", "1048577", (1 << 20) + 1),
         ("vram_reserve_mib", "0", 0),
+        ("expert_cache", "auto", None),
+        ("expert_cache", "0", 0),
+        ("prefill_routed_stream", "auto", None),
+        ("prefill_routed_stream", "0", False),
+        ("prefill_routed_stream_depth", "auto", 0),
+        ("prefill_routed_stream_depth", "256", 256),
+        ("prefill_ring", "8", 8),
+        ("prefill_order", "likely", "likely"),
+        ("watchdog_s", "0.5", 0.5),
     ],
 )
 def test_text_becomes_a_typed_value(name: str, text: str, value: Any) -> None:
@@ -115,6 +124,12 @@ def test_text_becomes_a_typed_value(name: str, text: str, value: Any) -> None:
         ("seed", " 1", "a whole number from 0 to 18446744073709551615"),
         ("device", "cuda:٣", "auto, host or cuda:N"),
         ("seed", "18446744073709551616", "a whole number from 0 to 18446744073709551615"),
+        ("expert_cache", "-1", "auto or a whole number from 0 to 2147483647"),
+        ("prefill_routed_stream_depth", "257", "auto or a whole number from 1 to 256"),
+        ("prefill_routed_stream_depth", "0", "auto or a whole number from 1 to 256"),
+        ("prefill_ring", "513", "auto or a whole number from 1 to 512"),
+        ("prefill_order", "best", "one of id, likely"),
+        ("prefill_issuer", "no", "0, 1, false or true"),
         ("log_level", "loud", "one of debug, info, warning, error"),
     ],
 )
@@ -225,7 +240,7 @@ def test_a_small_number_in_a_file_is_read_in_its_shortest_form(config_file: Path
     assert (config.min_p, config.temperature, config.top_k) == (1e-5, 1e-3, 10)
 
 
-PATHS = ("model", "trace", "prefill_dump_r")  # whether a path can be, the file system knows
+PATHS = ("model", "trace", "prefill_dump_r", "expert_profile")  # whether a path can be, the file system knows
 
 
 @pytest.mark.parametrize("name", [name for name in field_names() if name not in PATHS])

@@ -13,6 +13,9 @@ from strata_cli.commands.progress import progress_bar
 from strata_cli.config import StrataConfig
 from strata_cli.engine.decode.sampling import Sampler
 from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.experts.sizing import RING_BYTES, RingRules
+from strata_cli.engine.experts.streaming import StreamOptions
+from strata_cli.engine.prefill.prompt_stream import StreamRules
 from strata_cli.engine.trace import STDERR, Sink, Trace, open_trace
 from strata_cli.models import DEMO_MODEL_PATH
 
@@ -24,6 +27,8 @@ ENGINE_SETTINGS = (
     "vram_reserve_mib",
     "max_context",
     "prefill",
+    "expert_cache",
+    "expert_profile",
 )
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
@@ -72,6 +77,9 @@ def _open(config: StrataConfig, trace: Trace, *, will_chat: bool) -> Engine:
         vram_reserve_bytes=config.vram_reserve_mib << 20,
         max_context=config.max_context,
         prefill=config.prefill,
+        expert_cache=config.expert_cache,
+        expert_profile=config.expert_profile,
+        streaming=_streaming(config),
         will_chat=will_chat,
         trace=trace,
         prefill_dump_r=config.prefill_dump_r,
@@ -81,6 +89,24 @@ def _open(config: StrataConfig, trace: Trace, *, will_chat: bool) -> Engine:
         progress_bar("compiling", "kernel", config.progress) as compiling,
     ):
         return Engine.open(options, loading, notice=_notice, compiling=compiling)
+
+
+def _streaming(config: StrataConfig) -> StreamRules:
+    return StreamRules(
+        ring=RingRules(
+            stream_min=config.prefill_stream_min,
+            slots=config.prefill_ring,
+            budget_bytes=RING_BYTES if config.ring_bytes else 0,
+        ),
+        stream=StreamOptions(
+            skips_unrouted=config.prefill_routed_stream is not False,
+            depth=config.prefill_routed_stream_depth,
+            has_thread=config.prefill_issuer,
+            watchdog_s=config.watchdog_s,
+        ),
+        is_likely=config.prefill_order == "likely",
+        kept_slots=config.prefill_keep,
+    )
 
 
 def _check_outputs(config: StrataConfig) -> None:

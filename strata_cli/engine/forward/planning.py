@@ -114,7 +114,7 @@ def _plans(model: ModelFile, device: Device, stream: Stream, wishes: Wishes) -> 
         is_cached = experts is ExpertHome.CACHED
         for chunk in _chunks(device, wishes, is_cached=is_cached):
             sizes = Sizes(wishes.context_tokens, min(chunk, wishes.context_tokens))
-            for is_mapped in _table_homes(model, wishes.homes, is_cached=is_cached):
+            for is_mapped in _table_homes(model, device, wishes.homes, is_cached=is_cached):
                 placement = Placement(experts, is_mapped)
                 outline = Outline(model, device, stream, sizes, placement)
                 cache = _plan_cache(model, device, outline, wishes) if is_cached else None
@@ -137,11 +137,13 @@ def _chunks(device: Device, wishes: Wishes, *, is_cached: bool) -> tuple[int, ..
     return CHUNKS_OF_STREAMED if is_cached else CHUNKS
 
 
-def _table_homes(model: ModelFile, homes: Homes, *, is_cached: bool) -> tuple[bool, ...]:
+def _table_homes(
+    model: ModelFile, device: Device, homes: Homes, *, is_cached: bool
+) -> tuple[bool, ...]:
     """Whether the n-gram table is mapped. Its memory is better spent on experts."""
     if homes.ngram_table is not TableHome.AUTO or NGRAM_TABLE not in model.tensors:
         return (homes.ngram_table is TableHome.MAPPED,)
-    return (True,) if is_cached else (False, True)
+    return (True,) if is_cached and device.has_own_memory else (False, True)
 
 
 def _plan_cache(model: ModelFile, device: Device, outline: Outline, wishes: Wishes) -> CachePlan:
@@ -166,7 +168,8 @@ def _fits(plan: Plan, device: Device, *, is_chunk_chosen: bool) -> bool:
 
 
 def _log_mapped_table(model: ModelFile, plan: Plan, homes: Homes) -> None:
-    if plan.placement.is_table_mapped and homes.ngram_table is TableHome.AUTO:
+    is_chosen = homes.ngram_table is TableHome.AUTO and plan.cache is None
+    if plan.placement.is_table_mapped and is_chosen:
         table_bytes = model.tensor(NGRAM_TABLE).nbytes
         logger.info(
             "the n-gram table stays in host memory: its %s do not fit beside %s of other weights",
