@@ -142,7 +142,9 @@ class CubinDriver(FakeDriver):
         self._functions |= {symbol.encode(): function for symbol, function in functions.items()}
         return ("module",)
 
-    def _allow_shared(self, symbol: bytes, _key: int, nbytes: int) -> None:
+    def _allow_shared(self, symbol: bytes, key: int, nbytes: int) -> None:
+        if key != self.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
+            return
         assert nbytes + self._functions[symbol].shared_bytes <= SHARED_BYTES, symbol
         self._allowed[symbol] = nbytes
 

@@ -364,8 +364,8 @@ def test_large_shared_memory_is_asked_for_once(device: CudaDevice, driver: FakeD
     stream = device.stream("compute")
     for nbytes in (1_000, 100_000, 100_000, 60_000, 200_000):
         stream.launch(KERNEL, Launch(items=1, shared_bytes=nbytes))
-    asked = [args[2] for args in driver.arguments("cuFuncSetAttribute")]
-    assert asked == [100_000, 200_000]
+    percent, *asked = [args[2] for args in driver.arguments("cuFuncSetAttribute")]
+    assert (percent, asked) == (cuda_kernels.SHARED_MEMORY_PERCENT, [100_000, 200_000])
 
 
 @pytest.mark.usefixtures("built")

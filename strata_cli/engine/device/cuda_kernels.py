@@ -20,6 +20,9 @@ from strata_cli.errors import DeviceError
 KERNELS_FOLDER = Path(__file__).parent.parent / "kernels"
 COMPILE_THREADS = 16
 SHARED_BYTES_WITHOUT_ASKING = 48 << 10
+# Of the memory that a multiprocessor divides between shared memory and L1 cache. Left to itself,
+# the driver gives a kernel hardly more than one block needs, and only that one runs at a time.
+SHARED_MEMORY_PERCENT = 100
 CELL_BYTES = 8  # every argument has a cell of its own in the block that the driver reads
 PARAMETER_BYTES = {"Q": 8, "q": 8, "f": 4}
 
@@ -32,6 +35,12 @@ class Function:
         self.kernel = kernel
         self.handle = handle
         self.shared_bytes = SHARED_BYTES_WITHOUT_ASKING
+        driver = context.gpu.driver
+        key = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        check(
+            f"cuFuncSetAttribute({kernel.name}, shared memory {SHARED_MEMORY_PERCENT} %)",
+            driver.cuFuncSetAttribute(handle, key, SHARED_MEMORY_PERCENT),
+        )
 
     def allow_shared(self, nbytes: int) -> None:
         """Lets launches use this much dynamic shared memory.
