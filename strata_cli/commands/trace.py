@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from strata_cli.commands.opening import (
 )
 from strata_cli.commands.options import config_options, load_config, written
 from strata_cli.commands.progress import progress_bar
-from strata_cli.commands.prompt import PromptSource
+from strata_cli.commands.prompt import STDIN, PromptSource
 from strata_cli.commands.streams import require_stdout
 from strata_cli.commands.trace_arms import Arms
 from strata_cli.config import StrataConfig
@@ -28,6 +29,7 @@ from strata_cli.engine.measuring.summary import summarize
 from strata_cli.engine.reading import ReadRequest
 from strata_cli.engine.trace import Event, read_trace
 from strata_cli.errors import ConfigError, StrataError, path_text
+from strata_cli.models import DEMO_MODEL_PATH
 from strata_cli.parsers import whole_number
 
 FILE = click.Path(path_type=Path)
@@ -47,7 +49,11 @@ IDENTITY_TOKENS = 64  # generated, where nothing else is asked for
 @click.option("--chat", is_flag=True, help="Read as a user's turn (the default when possible).")
 @click.option("--system", metavar="TEXT", help="System message in front of the chat.")
 @click.option(
-    "--from", "trace_file", type=FILE, metavar="FILE", help="Show a trace that STRATA_TRACE wrote."
+    "--from",
+    "trace_file",
+    type=FILE,
+    metavar="FILE",
+    help="Show a trace that STRATA_TRACE wrote; - is stdin.",
 )
 @click.option("--perfetto", metavar="FILE", help="Save the trace for Perfetto, chrome://tracing.")
 @click.option("--layers", "every_layer", is_flag=True, help="Show the layers of every chunk.")
@@ -128,9 +134,13 @@ def trace(
     _check_modes(source, trace_file, ab, identity=identity, perfetto=perfetto)
     require_stdout()
     if perfetto is not None:
-        check_logits_file("--perfetto", perfetto, {})
+        inputs = {"model": config.model or DEMO_MODEL_PATH, "prompt's file": file}
+        inputs |= {"tokens' file": tokens_file, "trace": trace_file}
+        names = {what: os.fspath(name) for what, name in inputs.items() if name is not None}
+        check_logits_file("--perfetto", perfetto, names)
     if trace_file is not None:
-        _show(read_trace(trace_file), perfetto, every_layer=every_layer, is_json=is_json)
+        path = Path("/dev/stdin") if str(trace_file) == STDIN else trace_file
+        _show(read_trace(path), perfetto, every_layer=every_layer, is_json=is_json)
         return 0
     text_or_ids = source.read()
     will_chat = not raw and isinstance(text_or_ids, str)

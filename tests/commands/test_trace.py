@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,24 @@ def test_a_trace_file_of_a_streamed_prompt_is_shown(
     assert "waits: the device for copies " in text
     assert run(strata, ["trace", "--from", str(trace_file), "--layers"]) == 0
     assert "chunk 1\nlayer" in capsys.readouterr().out
+
+
+def test_a_trace_is_read_from_stdin(trace_file: Path) -> None:
+    command = [sys.executable, "-m", "strata_cli", "trace", "--from", "-"]
+    with trace_file.open("rb") as file:
+        done = subprocess.run(command, stdin=file, capture_output=True, check=False, text=True)
+    assert done.stderr == ""
+    assert done.stdout.startswith("m on host: 16 tokens in 2 chunks, ")
+
+
+def test_perfetto_does_not_overwrite_the_trace(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = trace_file.read_bytes()
+    args = ["--from", str(trace_file), "--perfetto", str(trace_file)]
+    assert run(strata, ["trace", *args]) == 2
+    assert "is the trace, which this would overwrite" in capsys.readouterr().err
+    assert trace_file.read_bytes() == before
 
 
 def test_perfetto_gets_a_file(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from strata_cli.engine.device.base import Device, Event, Stream
 from strata_cli.engine.trace import NO_TRACE, Trace
 
 ANCHOR_TRIES = 5
+EAGER_LOOKS = 1000  # without a nap; longer waits are for earlier work, and followed by better tries
+LATER_NAP_S = 100e-6
 
 
 class _Span(NamedTuple):
@@ -124,8 +127,10 @@ class Spans:
         event = self._event()
         before_ns = self.trace.now_ns()
         stream.record(event)
-        while not event.query():
-            time.sleep(0)
+        for nap_s in chain(repeat(0.0, EAGER_LOOKS), repeat(LATER_NAP_S)):
+            if event.query():
+                break
+            time.sleep(nap_s)
         error_ns = (self.trace.now_ns() - before_ns) // 2
         return _Anchor(event, before_ns + error_ns), error_ns
 

@@ -166,8 +166,8 @@ class PromptStream:
         """
         rings, self._rings = self._rings, {}
         try:
-            if rings:
-                self._setting.store.copies.synchronize()
+            for ring in rings.values():
+                ring.drain()
         finally:
             for ring in rings.values():
                 ring.close()
