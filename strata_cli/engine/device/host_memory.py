@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Home, MemoryInfo
+from strata_cli.engine.device.cgroup import cgroup_memory
 from strata_cli.engine.device.sizes import gib
 from strata_cli.errors import DeviceError, OutOfMemory
 
@@ -81,14 +82,15 @@ class HostBuffer:
 
 
 def host_memory() -> MemoryInfo:
-    """Available and total memory of this machine, from /proc/meminfo."""
+    """Available and total memory: of this machine, or of the container where that has less."""
     fields: dict[str, int] = {}
     with open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
             name, _, value = line.partition(":")
             if name in ("MemTotal", "MemAvailable"):
                 fields[name] = int(value.split()[0]) * 1024
-    return MemoryInfo(free_bytes=fields["MemAvailable"], total_bytes=fields["MemTotal"])
+    machine = MemoryInfo(free_bytes=fields["MemAvailable"], total_bytes=fields["MemTotal"])
+    return min(machine, cgroup_memory() or machine)
 
 
 def anonymous_bytes(nbytes: int) -> NDArray[np.uint8]:

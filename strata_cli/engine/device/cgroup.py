@@ -1,0 +1,51 @@
+"""How much memory the process's control groups leave it, as containers and services set it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from strata_cli.engine.device.base import MemoryInfo
+
+MOUNT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+_UNIFIED = "0::/"  # the line of version 2
+_RECLAIMABLE = ("active_file", "inactive_file")
+
+
+def cgroup_memory(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> MemoryInfo | None:
+    """Memory left and allowed, by the strictest of the groups that the process is in.
+
+    File pages that the kernel can drop count as left.
+
+    Args:
+        mount: where control groups (version 2) are mounted.
+        membership: the file that names the process's own.
+
+    Returns:
+        None where no group sets a limit.
+    """
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    own = next((line[len(_UNIFIED) :] for line in lines if line.startswith(_UNIFIED)), None)
+    if own is None:
+        return None
+    group = mount / own
+    groups = [group, *group.parents][: len(Path(own).parts) + 1]
+    limits = [limit for limit in map(_limit, groups) if limit is not None]
+    return min(limits, default=None)
+
+
+def _limit(group: Path) -> MemoryInfo | None:
+    try:
+        allowed = (group / "memory.max").read_text(encoding="ascii").strip()
+        if allowed == "max":
+            return None
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        stat = (group / "memory.stat").read_text(encoding="ascii").split()
+    except OSError:  # the root group has no limit, and others may not be ours to read
+        return None
+    values = dict(zip(stat[::2], map(int, stat[1::2]), strict=False))
+    kept = used - sum(values.get(name, 0) for name in _RECLAIMABLE)
+    return MemoryInfo(free_bytes=max(int(allowed) - kept, 0), total_bytes=int(allowed))
