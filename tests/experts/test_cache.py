@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,42 @@ def test_a_refill_that_fails_leaves_right_tables(
         assert (cache.pair_in[6:] == EMPTY).all()
         Checker(model, device, reads, store).check()
         loan.close()
+
+
+@pytest.mark.parametrize("at", ["upload", "_publish", "_fence"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_what_was_interrupted_can_be_filled_again(
+    model: ModelFile,
+    device: Device,
+    reads: Stream,
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+    calls: int,
+) -> None:
+    """Where ``pair_in`` is what it was, so is everything; else a fill makes it so."""
+    with open_store(model, device, reads) as store:
+        cache, checker = store.cache, Checker(model, device, reads, store)
+        held = cache.pair_in.copy()
+        owner = cache._uploader if at == "upload" else cache
+        work, left = getattr(owner, at), calls
+
+        def interrupted(*args: Any) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+            work(*args)
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(owner, at, interrupted)
+            with cache.lend(4 * store.slot_bytes) as loan:
+                scribble(device, reads, loan.memory)
+        if cache.loan is not None:
+            cache.take_back(cache.loan)
+        if (cache.pair_in != held).any():
+            cache.fill(held)
+        checker.check()
+        assert (cache.pair_in == held).all()
 
 
 @settings(max_examples=25)

@@ -167,10 +167,12 @@ class ExpertCache:
         self.close()
 
     def _empty(self, first: int) -> None:
-        """Nothing is in the slots from first on."""
-        pairs = self.pair_in[first:]
-        self.slot_of.reshape(-1)[pairs[pairs != EMPTY]] = NOT_RESIDENT
+        """Nothing is in the slots from first on.
+
+        Interrupted anywhere, here or in _bring(), ``pair_in`` tells of fewer blobs than there are.
+        """
         self.pair_in[first:] = EMPTY
+        self.slot_of[self.slot_of >= first] = NOT_RESIDENT
         self._publish()
         self._fence()
 
@@ -180,9 +182,9 @@ class ExpertCache:
         self._uploader.upload(self._moves(pairs, first))
         slots = np.arange(first, first + len(pairs))
         is_there = pairs != EMPTY
-        self.pair_in[slots] = pairs
         self.slot_of.reshape(-1)[pairs[is_there]] = slots[is_there]
         self._publish()
+        self.pair_in[slots] = pairs
 
     def _moves(self, pairs: NDArray[np.int64], first: int) -> Sequence[Move]:
         num_experts = self._arena.num_experts
