@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Device, Stream, Tensor
 from strata_cli.engine.device.host import HostDevice
 from strata_cli.engine.device.transfer import download, upload
-from strata_cli.engine.experts.blobs import arena_bytes, blob_layouts
+from strata_cli.engine.experts.blobs import BlobReader, arena_bytes, blob_layouts
 from strata_cli.engine.experts.cache import EMPTY, NOT_RESIDENT, ExpertCache
 from strata_cli.engine.experts.entries import address_row, rank_experts
 from strata_cli.engine.experts.ring import Ring
@@ -289,11 +289,11 @@ def test_what_was_interrupted_can_be_filled_again(
 @settings(max_examples=25)
 @given(data=st.data())
 def test_any_fills_and_loans_keep_tables_and_bytes_right(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    model: ModelFile, data: st.DataObject
 ) -> None:
     num_slots = data.draw(st.integers(1, 14))
     share = data.draw(st.sampled_from([1.0, 0.7, 0.2]))
-    with open_tiny(tmp_path_factory.mktemp("m")) as model, HostDevice(1) as device:
+    with HostDevice(1) as device:
         reads = device.stream("reads")
         options = {"num_slots": num_slots, "pinned_bytes": pinned_share(model, share)}
         with open_store(model, device, reads, least_slots=1, **options) as store:
@@ -330,14 +330,70 @@ def test_streams_read_the_right_bytes_through_a_ring_in_a_loan(
         Checker(model, device, reads, store).check()
 
 
+@pytest.mark.parametrize("has_thread", [True, False])
+@pytest.mark.parametrize("what", ["the file", "a thread"])
+def test_a_stager_that_fails_ends_the_stream_with_its_error(
+    model: ModelFile,
+    device: Device,
+    reads: Stream,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    has_thread: bool,
+) -> None:
+    """The prompt ends with an error, the loan is refilled, and the next prompt works."""
+
+    def fail(*_args: object) -> None:
+        raise DeviceError("it failed")
+
+    with open_store(model, device, reads, num_slots=18, pinned_bytes=0) as store:
+        owner = BlobReader if what == "the file" else store._stager
+        loan = store.cache.lend(12 * store.slot_bytes)
+        ring = Ring(device, loan.memory.reshape(12, store.slot_bytes), store.copies, reads)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "read" if what == "the file" else "_read", fail)
+            with pytest.raises(DeviceError, match="it failed"):
+                stream_chunk(model, device, store, ring, 0, has_thread=has_thread)
+        stream_chunk(model, device, store, ring, 1, has_thread=has_thread)
+        ring.drain()
+        ring.close()
+        loan.close()
+        Checker(model, device, reads, store).check()
+
+
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_a_stream_that_stops_while_blobs_are_staged_ends_at_once(
+    model: ModelFile, device: Device, reads: Stream, has_thread: bool
+) -> None:
+    with open_store(model, device, reads, num_slots=18, pinned_bytes=0) as store:
+        with store.cache.lend(12 * store.slot_bytes) as loan:
+            ring = Ring(device, loan.memory.reshape(12, store.slot_bytes), store.copies, reads)
+            for _ in range(5):
+                ranking = rank_experts(store.cache.is_resident)
+                options = StreamOptions(watchdog_s=10, has_thread=has_thread)
+                stream = ChunkStream(ranking, ring, store.blobs, options)
+                with store.staging(stream.entries), stream:
+                    stream.stop()
+            stream_chunk(model, device, store, ring, 0, has_thread=has_thread)
+            ring.drain()
+            ring.close()
+        Checker(model, device, reads, store).check()
+
+
 def stream_chunk(
-    model: ModelFile, device: Device, store: ExpertStore, ring: Ring, seed: int
+    model: ModelFile,
+    device: Device,
+    store: ExpertStore,
+    ring: Ring,
+    seed: int,
+    *,
+    has_thread: bool = True,
 ) -> None:
     """Stream a chunk with some experts routed, and compare each when it may be read."""
     routed = np.random.default_rng(seed).random((4, 6)) < 0.6
     ranking = rank_experts(store.cache.is_resident)
     by_rank = np.take_along_axis(routed, ranking.expert_at, axis=1)
-    stream = ChunkStream(ranking, ring, store.blobs, StreamOptions(watchdog_s=10))
+    options = StreamOptions(watchdog_s=10, has_thread=has_thread)
+    stream = ChunkStream(ranking, ring, store.blobs, options)
     num_read = 0
     with store.staging(stream.entries), stream:
         for layer in range(4):

@@ -171,20 +171,18 @@ def test_every_half_written_file_is_refused(model: ModelFile, tmp_path: Path) ->
 
 @given(at=st.floats(0, 0.999), byte=st.integers(0, 255))
 def test_a_changed_byte_is_refused_or_harmless(
-    tmp_path_factory: pytest.TempPathFactory, at: float, byte: int
+    model: ModelFile, tmp_path_factory: pytest.TempPathFactory, at: float, byte: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("m")
-    with open_tiny(folder) as model:
-        path = folder / "use.profile"
-        save_profile(path, some_profile(model))
-        data = bytearray(path.read_bytes())
-        data[int(at * len(data))] = byte
-        path.write_bytes(data)
-        try:
-            loaded = load_profile(path, model)
-        except ConfigError:
-            return
-        assert (loaded.use == some_profile(model).use).all()
+    path = tmp_path_factory.mktemp("m") / "use.profile"
+    save_profile(path, some_profile(model))
+    data = bytearray(path.read_bytes())
+    data[int(at * len(data))] = byte
+    path.write_bytes(data)
+    try:
+        loaded = load_profile(path, model)
+    except ConfigError:
+        return
+    assert (loaded.use == some_profile(model).use).all()
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"{}", b"PK\x05\x06" + bytes(18), bytes(5_000)])

@@ -26,7 +26,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 _HINT = (
     "raise the limit (ulimit -l unlimited, or LimitMEMLOCK=infinity in the systemd unit), "
-    "close other programs, pin fewer experts, or use a smaller model"
+    "close other programs, or use a smaller model"
 )
 
 

@@ -76,10 +76,10 @@ def even_profile(model: ModelFile) -> ExpertProfile:
 
 
 def model_key(model: ModelFile) -> str:
-    """32 hex digits that tell models apart: name, dimensions, expert types and file sizes.
+    """32 hex digits that tell models apart: by name, dimensions, expert types and bytes of weights.
 
-    A renamed or moved file keeps its key. Two models that differ in their weights' values alone
-    have the same one: a profile then fits less well, but nothing breaks.
+    A model that was moved, renamed or split keeps its key. Two that differ in their weights' values
+    alone have the same one: a profile then fits less well, but nothing breaks.
     """
     spec = model.spec
     facts = {
@@ -92,7 +92,7 @@ def model_key(model: ModelFile) -> str:
         "types": [
             int(model.layer_tensor(layer, EXPERT_DOWN).qtype) for layer in range(spec.num_layers)
         ],
-        "sizes": [path.stat().st_size for path in model.file.paths],
+        "bytes": sum(info.nbytes for info in model.tensors.values()),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
