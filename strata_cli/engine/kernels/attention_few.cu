@@ -168,44 +168,40 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, width = static_cast<int>(dim);
     const bool wide = all.is_cache_wide(), is_q_wide = is_wide(dim, q);
 
+    for (int i = threadIdx.x; i < ROWS * DIM / 8; i += THREADS) {
+        const int row = i / (DIM / 8), chunk = i % (DIM / 8);
+        const float *query = q + (token * num_heads + first_head + row) * dim;
+        *chunk_at(shared.q, row, chunk) =
+            row < num_rows ? query_chunk(query, chunk, width, is_q_wide) : make_uint4(0, 0, 0, 0);
+    }
     find_parts(shared, Allowed::of(all, token));
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0)
         to.counts()[token] = shared.num_parts;
-    for (int turn = 0;
-         static_cast<int>(blockIdx.x) + turn * static_cast<int>(gridDim.x) < shared.num_parts;
-         turn++) {
-        const int rank = static_cast<int>(blockIdx.x + turn * gridDim.x), part = shared.parts[turn];
-        const unsigned low = shared.seen[turn][0], high = shared.seen[turn][1];
-        const long long stride = num_kv_heads * dim;
-        if (turn > 0) __syncthreads();
-        load_part<DIM, THREADS>(shared.cache[0], keys + kv_head * dim, stride, width, part, low,
-                                high, wide);
+    const int first_rank = static_cast<int>(blockIdx.x), step = static_cast<int>(gridDim.x);
+    const int turns = (shared.num_parts - first_rank + step - 1) / step;
+    const auto load = [&](TileRow<DIM> *tile, const unsigned short *cache, int turn) {
+        if (turn < turns)
+            load_part<DIM, THREADS>(tile, cache + kv_head * dim, num_kv_heads * dim, width,
+                                    shared.parts[turn], shared.seen[turn][0], shared.seen[turn][1],
+                                    wide);
         commit_copies();
-        if (STAGES == 1) {
-            load_part<DIM, THREADS>(shared.cache[1], values + kv_head * dim, stride, width, part,
-                                    low, high, wide);
-            commit_copies();
-        }
-        if (turn == 0) {
-            for (int i = threadIdx.x; i < ROWS * DIM / 8; i += THREADS) {
-                const int row = i / (DIM / 8), chunk = i % (DIM / 8);
-                const float *query = q + (token * num_heads + first_head + row) * dim;
-                *chunk_at(shared.q, row, chunk) = row < num_rows
-                                                      ? query_chunk(query, chunk, width, is_q_wide)
-                                                      : make_uint4(0, 0, 0, 0);
-            }
-        }
+    };
+    load(shared.cache[0], keys, 0);
+    if (STAGES == 1) load(shared.cache[1], values, 0);
+    for (int turn = 0; turn < turns; turn++) {
+        const int rank = first_rank + turn * step, part = shared.parts[turn];
         wait_copies<STAGES>();
         __syncthreads();
         float scores[4], largest[2];
         score(scores, shared.q, shared.cache[0]);
         weigh(scores, shared, turn, all.scale(), largest);
         if (STAGES == 0) {
-            load_part<DIM, THREADS>(shared.cache[0], values + kv_head * dim, stride, width, part,
-                                    low, high, wide);
-            commit_copies();
+            load(shared.cache[0], values, turn);
+            wait_copies<0>();
+        } else {
+            load(shared.cache[0], keys, turn + 1);  // weigh waited: nobody scores any more
+            wait_copies<1>();
         }
-        wait_copies<0>();
         __syncthreads();
         unsigned weights[4][4];
 #pragma unroll
@@ -233,6 +229,8 @@ __global__ void __launch_bounds__(THREADS, 2)
                     sums[to.row(token, rank, first_head + row) * dim + column] = part_sums[i];
             }
         }
+        __syncthreads();  // until all have read values and weights
+        load(shared.cache[STAGES], STAGES == 0 ? keys : values, turn + 1);
     }
 }
 
@@ -249,24 +247,52 @@ struct Column {
     }
 };
 
-constexpr int AT_ONCE = 8;  // loads in flight
+// A part's or a unit's column, and the number of the unit that it belongs to.
+struct Piece {
+    Column column;
+    int unit;
+};
 
-// Call f(index, column) for count rows of sums, in order. Rows lie step apart.
+// Join count pieces, get(0), get(1), ..., of ascending units: those of a unit first, units then.
+// The next ones are on their way meanwhile.
 template <class F>
-__device__ inline void for_each(const float *sums, const float *scores, long long first,
-                                long long step, long long dim, int count, F f) {
-    for (int start = 0; start < count; start += AT_ONCE) {
-        Column next[AT_ONCE];
+__device__ inline Column join_all(int count, F get) {
+    constexpr int AT_ONCE = 16;
+    Column whole = Column::none(), unit = Column::none();
+    int current = 0;
+    Piece pieces[2][AT_ONCE];
+    const auto load = [&](Piece(&to)[AT_ONCE], int start) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             if (start + i >= count) break;
-            const long long row = first + (start + i) * step;
-            next[i] = {scores[2 * row], scores[2 * row + 1], sums[row * dim]};
+            to[i] = get(start + i);
         }
+    };
+    const auto use = [&](const Piece(&from)[AT_ONCE], int start) {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-            if (start + i < count) f(start + i, next[i]);
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (start + i >= count) break;
+            if (from[i].unit != current) {
+                whole.join(unit);
+                unit = Column::none();
+                current = from[i].unit;
+            }
+            unit.join(from[i].column);
+        }
+    };
+    load(pieces[0], 0);
+    for (int start = 0; start < count; start += 2 * AT_ONCE) {
+        load(pieces[1], start + AT_ONCE);
+        use(pieces[0], start);
+        load(pieces[0], start + 2 * AT_ONCE);
+        use(pieces[1], start + AT_ONCE);
     }
+    whole.join(unit);
+    return whole;
+}
+
+__device__ inline float gated(const Column &whole, float gate) {
+    return gated(whole.sum, inverse_fast(whole.weight), gate);
 }
 
 // join_parts: a token's parts to units and these to the whole, in ascending order, then the
@@ -281,23 +307,16 @@ extern "C" __global__ void join_parts(const float *, const float *gate, const un
     const long long head = blockIdx.x, token = blockIdx.z, at = token * num_heads + head;
     const long long column = blockIdx.y * blockDim.x + threadIdx.x;
     if (column >= dim) return;
+    const float own_gate = gate[(2 * at + 1) * dim + column];
     const PartSums from = {sums, num_tokens, most_parts, num_heads, dim};
     const int *numbers = from.numbers() + token * most_parts;
-    Column whole = Column::none(), unit = Column::none();
-    int current = -1;
-    for_each(sums + column, from.scores(), from.row(token, 0, head), num_heads, dim,
-             from.counts()[token], [&](int index, const Column &part) {
-                 const int own = numbers[index] / UNIT;
-                 if (own != current && current >= 0) {
-                     whole.join(unit);
-                     unit = Column::none();
-                 }
-                 current = own;
-                 unit.join(part);
-             });
-    whole.join(unit);
-    out[at * dim + column] =
-        gated(whole.sum, inverse_fast(whole.weight), gate[(2 * at + 1) * dim + column]);
+    const float *scores = from.scores();
+    const Column whole = join_all(from.counts()[token], [&](int part) -> Piece {
+        const long long row = from.row(token, part, head);
+        const Column own = {scores[2 * row], scores[2 * row + 1], sums[row * dim + column]};
+        return {own, numbers[part] / UNIT};
+    });
+    out[at * dim + column] = gated(whole, own_gate);
 }
 
 // join_units: a token's units as attend<..., true> left them, as above
@@ -311,14 +330,14 @@ extern "C" __global__ void join_units(const float *, const float *gate, const un
     const long long head = blockIdx.x, token = blockIdx.z, at = token * num_heads + head;
     const long long column = blockIdx.y * blockDim.x + threadIdx.x;
     if (column >= dim) return;
+    const float own_gate = gate[(2 * at + 1) * dim + column];
     const float *scores = sums + num_tokens * num_units * num_heads * dim;
     const int count = (positions[token] + UNIT_POSITIONS) / UNIT_POSITIONS;
-    Column whole = Column::none();
-    for_each(sums + column, scores, token * num_units * num_heads + head, num_heads, dim, count,
-             [&](int, const Column &unit) {
-                 const bool is_empty = unit.weight == 0.0f;  // its sums were not written
-                 if (!is_empty) whole.join(unit);
-             });
-    out[at * dim + column] =
-        gated(whole.sum, inverse_fast(whole.weight), gate[(2 * at + 1) * dim + column]);
+    const Column whole = join_all(count, [&](int unit) -> Piece {
+        const long long row = (token * num_units + unit) * num_heads + head;
+        Column own = {scores[2 * row], scores[2 * row + 1], sums[row * dim + column]};
+        if (own.weight == 0.0f) own.sum = 0.0f;  // nothing was seen, and nothing written
+        return {own, unit};
+    });
+    out[at * dim + column] = gated(whole, own_gate);
 }
