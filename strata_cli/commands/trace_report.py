@@ -22,7 +22,7 @@ WIDTH = 80  # columns of the timeline
 
 COLUMNS = (
     f"{'ms':>9}{'routed':>8}{'resident':>9}{'copied':>8}{'skipped':>8}{'cpu':>6}{'MB':>9}"
-    f"{'GB/s':>7}{'copy wait ms':>13}"
+    f"{'GB/s':>7}{'copy wait ms':>13}{'host wait ms':>13}"
 )
 
 
@@ -84,8 +84,9 @@ def _head(run: RunSummary) -> Iterator[str]:
         f"{total.bytes / 1e6:.1f} MB at {total.link_gbps:.2f} GB/s"
     )
     yield (
-        f"waits: the device for copies {total.copy_wait_us / 1e3:.2f} ms, the link for the ring "
-        f"{total.ring_wait_us / 1e3:.2f} ms"
+        f"waits: the device for copies {total.copy_wait_us / 1e3:.2f} ms, "
+        f"for the host {total.host_wait_us / 1e3:.2f} ms; "
+        f"the link for the ring {total.ring_wait_us / 1e3:.2f} ms"
     )
     yield f"threads: {', '.join(f'{what} {us / 1e3:.2f} ms' for what, us in _thread_waits(run))}"
 
@@ -124,7 +125,7 @@ def _row(traffic: Traffic, wall_us: float, *, is_streamed: bool) -> str:
     return (
         f"{wall_us / 1e3:>9.2f}{routed:>8}{resident:>9}{traffic.copied:>8}{traffic.skipped:>8}"
         f"{traffic.cpu:>6}{traffic.bytes / 1e6:>9.1f}{traffic.link_gbps:>7.2f}"
-        f"{traffic.copy_wait_us / 1e3:>13.2f}"
+        f"{traffic.copy_wait_us / 1e3:>13.2f}{traffic.host_wait_us / 1e3:>13.2f}"
     )
 
 

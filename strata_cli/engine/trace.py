@@ -39,6 +39,7 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "layer.run": ("layer", "dur_us"),
     "group.run": ("layer", "first_rank", "last_rank", "experts", "is_resident", "dur_us"),
     "copy.wait": ("layer", "entry", "dur_us"),
+    "host.wait": ("layer", "dur_us"),
     # what came over the link, on the stream that copies
     "copy.run": ("first", "last", "entries", "slot", "pieces", "bytes", "dur_us"),
     "ring.wait": ("slot", "dur_us"),

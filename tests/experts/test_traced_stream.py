@@ -101,6 +101,12 @@ def test_groups_cover_the_routed_experts_each_behind_its_copy(traced: Traced) ->
     assert waits == streamed
 
 
+def test_time_between_groups_is_the_devices_wait_for_the_host(traced: Traced) -> None:
+    groups = Counter(event["layer"] for event in traced.of("group.run"))
+    waits = Counter(event["layer"] for event in traced.of("host.wait"))
+    assert waits == Counter({layer: count - 1 for layer, count in groups.items() if count > 1})
+
+
 def test_copies_of_the_link_do_not_overlap(traced: Traced) -> None:
     spans = [(event["t_ns"], event["dur_us"] * 1e3) for event in traced.of("copy.run")]
     for (start, length), (after, _) in pairwise(spans):

@@ -27,6 +27,7 @@ SMALL = [
     event("layer.entries", 300, layer=1, first=4, entries=0, copied=0, skipped=0),
     event("layer.entries", 300, layer=2, first=4, entries=2, copied=1, skipped=1),
     event("copy.wait", 150, layer=0, entry=2, dur_us=30.0),
+    event("host.wait", 210, layer=2, dur_us=40.0),
     copy(50, 40.0, 0, 120_000),
     copy(90, 60.0, 2, 240_000),
     copy(250, 100.0, 5, 100_000),
@@ -47,7 +48,8 @@ def test_a_chunk_in_numbers() -> None:
     assert chunk.wall_us == 350  # from the first copy to the end of the last layer
     assert chunk.traffic == Traffic(
         routed=5, resident=2, copied=4, skipped=2, cpu=2, bytes=460_000,
-        link_us=200.0, run_us=300.0, copy_wait_us=30.0, ring_wait_us=7.0,
+        link_us=200.0, run_us=300.0, copy_wait_us=30.0, host_wait_us=40.0,
+        ring_wait_us=7.0,
     )  # fmt: skip
     assert chunk.link_share == pytest.approx(200 / 350)
     assert chunk.traffic.link_gbps == pytest.approx(2.3)
@@ -112,11 +114,11 @@ def test_perfetto_gets_spans_on_named_tracks_that_nest() -> None:
 def test_the_timeline_shows_when_each_part_was_busy() -> None:
     run = summarize(SMALL)
     lines = timeline(run.chunks[0], SMALL, width=7)  # of 50 us: 50, 100, ... 400
-    assert lines["compute"] == " #.####"
+    assert lines["compute"] == " #:.###"
     assert lines["link"] == "##  ## "
     assert lines["issuer"] == "#      "
 
 
-def test_shades_are_fifths() -> None:
-    assert shade(np.array([0, 0.2, 0.21, 0.5, 0.61, 0.81, 1, 1.5])) == "  .:=###"
+def test_shades_are_quarters() -> None:
+    assert shade(np.array([-0.1, 0, 5e-4, 0.01, 0.25, 0.26, 0.6, 0.8, 1, 1.5])) == "   ..:=###"
     assert len(SHADES) == 5

@@ -15,6 +15,7 @@ from strata_cli.engine.experts.gate import Gate
 from strata_cli.engine.experts.issuer import Issuer
 from strata_cli.engine.experts.keeping import KeptBlobs
 from strata_cli.engine.experts.ring import Ring
+from strata_cli.engine.experts.tracing import ReadTrace
 from strata_cli.errors import ShapeError
 
 GROUP_EXPERTS = 16
@@ -72,9 +73,15 @@ class Consumer:
         self._gate = gate
         self._rules = rules
         self._staged = staged
+        self._trace = ReadTrace(ring)
         self._lists_routed = not entries.is_complete
         self._row = np.zeros(ranking.num_experts, np.bool_)
         self.use = np.zeros((ranking.num_layers, ranking.num_experts), np.int64)
+
+    def await_event(self, event: Event, what: str) -> None:
+        """See Issuer.await_event; the device may run dry meanwhile."""
+        self._trace.pause()
+        self._issuer.await_event(event, what)
 
     def publish(self, layer: int, expert_start: NDArray[np.integer]) -> None:
         """Tell the issuer which of the layer's experts any token wants.
@@ -116,9 +123,13 @@ class Consumer:
         """
         num_resident = self._ranking.num_resident[layer]
         if self._row[:num_resident].any():
-            start = self._ring.read_spans.mark(self._ring.reads)
-            yield range(num_resident)
-            self._trace_group(layer, range(num_resident), start, is_resident=True)
+            group = range(num_resident)
+            start = self._trace.resume(layer)
+            yield group
+            if start is not None:
+                count = int(self._row[:num_resident].sum())
+                self._trace.computed(start, layer, group, count, is_resident=True)
+            self._trace.pause()
         ranks, entries = self._entries.ranks, self._entries.of_layer(layer)
         routed = [k for k in entries if self._row[ranks[k]]]
         self._choose_kept(layer, routed)
@@ -128,24 +139,19 @@ class Consumer:
             stop = self._group_end(routed, at)
             first, last = routed[at], routed[stop - 1]
             self._issuer.require(last)
-            start = self._await_copy(layer, last)
+            start = self._trace.resume(layer)
+            self._ring.await_copy(last)
+            start = self._trace.awaited(start, layer, last)
             group = range(ranks[first], ranks[last] + 1)
             yield group
-            self._trace_group(layer, group, start, is_resident=False)
+            self._trace.computed(start, layer, group, stop - at, is_resident=False)
             self._keep(layer, routed[at:stop])
             self._ring.release(routed[at:stop])
             self._give_back(last + 1)
+            self._trace.pause()
             at = stop
         self._give_back(entries.stop)
-
-    def _await_copy(self, layer: int, k: int) -> Event | None:
-        """Later reads wait for entry k; the mark behind that wait, for the trace."""
-        spans, reads = self._ring.read_spans, self._ring.reads
-        start = spans.mark(reads)
-        self._ring.await_copy(k)
-        stop = spans.mark(reads)
-        spans.span("copy.wait", start, stop, layer=layer, entry=k)
-        return stop
+        self._trace.leave()
 
     def _trace_routing(self, layer: int, pairs: int) -> None:
         if not self._ring.trace.is_on:
@@ -158,24 +164,6 @@ class Consumer:
             routed_resident=int(self._row[:first].sum()),
             entries=self._ranking.num_experts - first,
             pairs=pairs,
-        )
-
-    def _trace_group(
-        self, layer: int, ranks: range, start: Event | None, *, is_resident: bool
-    ) -> None:
-        """Called when the group's products are enqueued."""
-        if start is None:
-            return
-        spans = self._ring.read_spans
-        spans.span(
-            "group.run",
-            start,
-            spans.mark(self._ring.reads),
-            layer=layer,
-            first_rank=ranks[0],
-            last_rank=ranks[-1],
-            experts=int(self._row[ranks.start : ranks.stop].sum()),
-            is_resident=is_resident,
         )
 
     def _choose_kept(self, layer: int, routed: Sequence[int]) -> None:

@@ -170,7 +170,7 @@ class ChunkStream:
 
     def await_event(self, event: Event, what: str) -> None:
         """Wait for the device; see Issuer.await_event."""
-        self._issuer.await_event(event, what)
+        self._consumer.await_event(event, what)
 
     def finish(self) -> None:
         """Blocks until every entry is copied or skipped; the last copies may still be under way.

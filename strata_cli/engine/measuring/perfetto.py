@@ -28,6 +28,7 @@ TRACK_OF: Mapping[str, _Track] = {
     "layer.run": COMPUTE,
     "group.run": COMPUTE,
     "copy.wait": COMPUTE,
+    "host.wait": COMPUTE,
     "copy.run": COPIES,
     "ring.wait": COPIES,
     "issuer.turn": ISSUER,

@@ -23,6 +23,7 @@ class Traffic:
         link_us: the link was busy for so long.
         run_us: the layers took so long on the device, waits included.
         copy_wait_us: of that, the device waited for copies.
+        host_wait_us: of that, it waited for the host to know routing or issued entries.
         ring_wait_us: the link waited for reads of a slot.
     """
 
@@ -35,6 +36,7 @@ class Traffic:
     link_us: float = 0.0
     run_us: float = 0.0
     copy_wait_us: float = 0.0
+    host_wait_us: float = 0.0
     ring_wait_us: float = 0.0
 
     @property
@@ -190,6 +192,8 @@ def _layers(of: defaultdict[str, list[Event]]) -> tuple[LayerSummary, ...]:
         parts[event["layer"]].append(Traffic(cpu=event["experts"]))
     for event in of["copy.wait"]:
         parts[event["layer"]].append(Traffic(copy_wait_us=event["dur_us"]))
+    for event in of["host.wait"]:
+        parts[event["layer"]].append(Traffic(host_wait_us=event["dur_us"]))
     layer_of = EntryLayers(of["layer.entries"])
     for event in of["copy.run"]:
         traffic = Traffic(bytes=event["bytes"], link_us=event["dur_us"])

@@ -11,7 +11,9 @@ from strata_cli.engine.measuring.summary import ChunkSummary
 from strata_cli.engine.trace import Event
 
 SHADES = " .:=#"
-"""From idle to busy: a column's share of time, in fifths."""
+"""From idle to busy: a column's share of time, in quarters; idle is less than a thousandth."""
+
+IDLE = 1e-3
 
 
 def timeline(chunk: ChunkSummary, events: Sequence[Event], width: int) -> dict[str, str]:
@@ -23,12 +25,12 @@ def timeline(chunk: ChunkSummary, events: Sequence[Event], width: int) -> dict[s
         width: columns; each stands for the same time.
 
     Returns:
-        a line of SHADES for "compute" (waits for copies left out), "link" and "issuer".
+        a line of SHADES for "compute" (waits left out), "link" and "issuer".
     """
     own = [event for event in events if event["chunk"] == chunk.chunk]
-    compute = _busy(chunk, own, "layer.run", width) - _busy(chunk, own, "copy.wait", width)
+    idle = _busy(chunk, own, "copy.wait", width) + _busy(chunk, own, "host.wait", width)
     rows = {
-        "compute": compute,
+        "compute": _busy(chunk, own, "layer.run", width) - idle,
         "link": _busy(chunk, own, "copy.run", width),
         "issuer": _busy(chunk, own, "issuer.turn", width),
     }
@@ -37,7 +39,7 @@ def timeline(chunk: ChunkSummary, events: Sequence[Event], width: int) -> dict[s
 
 def shade(shares: NDArray[np.float64]) -> str:
     """One character for each share, 0 to 1."""
-    levels = np.clip(np.ceil(shares * len(SHADES) - 1e-6) - 1, 0, len(SHADES) - 1)
+    levels = np.clip(np.ceil((len(SHADES) - 1) * (shares - IDLE)), 0, len(SHADES) - 1)
     return "".join(SHADES[int(level)] for level in levels)
 
 
