@@ -20,7 +20,7 @@ from strata_cli.engine.experts.sizing import RingNeeds, ring_slots
 from strata_cli.engine.experts.streaming import StreamCounts
 from strata_cli.engine.prefill.feed import StreamTables
 from strata_cli.engine.prefill.prompt_stream import History, PromptStream, Setting, StreamRules
-from strata_cli.errors import StrataError
+from strata_cli.errors import StallError, StrataError
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,10 @@ class PromptStreamer:
 
 
 class _Closing:
-    """Calls at the end of a block what may fail, without hiding an exception that comes first."""
+    """Calls at the end of a block what may fail, without hiding an exception that comes first.
+
+    Not behind a stall: what waits for a device that hangs would hang too. The next prompt mends it.
+    """
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
@@ -138,6 +141,8 @@ class _Closing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, StallError):
+            return
         try:
             self._close()
         except StrataError as error:

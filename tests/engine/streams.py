@@ -1,0 +1,208 @@
+"""Engines whose experts are cached and streamed, and a conversation that they must read alike."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from strata_cli.engine.engine import Engine, EngineOptions, Sequence
+from strata_cli.engine.experts.sizing import RingRules
+from strata_cli.engine.experts.store import ExpertStore
+from strata_cli.engine.experts.streaming import StreamOptions
+from strata_cli.engine.forward.state import StateHash
+from strata_cli.engine.model.expected import Shape
+from strata_cli.engine.model.quants import QuantType
+from strata_cli.engine.prefill.prompt_stream import StreamRules
+from strata_cli.engine.prefill.streamer import PromptStreamer
+from strata_cli.errors import StateError
+from tests.engine.readings import bits, text
+from tests.model.tiny_model import write_tiny_model
+
+NUM_EXPERTS = 20
+NUM_LAYERS = 4
+CONTEXT = 600
+TURNS = (text(230), text(170)[::-1])
+STEPS = (5, 9, 2)
+STREAM_MIN = 60
+WATCHDOG_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How an engine gets at its experts. Nothing of it may change a bit.
+
+    Attributes:
+        cache: experts in the cache.
+        least: of those that are never lent.
+        chunk: tokens.
+        ring: slots, 0 automatic.
+        stream_min: tokens from which on chunks are streamed ahead.
+        stream: options of the stream.
+        is_likely, keep: as in StreamRules.
+    """
+
+    cache: int = 45
+    least: int = 20
+    chunk: int = 64
+    ring: int = 0
+    stream_min: int = STREAM_MIN
+    stream: dict[str, Any] = field(default_factory=dict)
+    is_likely: bool = False
+    keep: int = 0
+
+    def open(self, path: Path, device: str) -> Engine:
+        rules = StreamRules(
+            ring=RingRules(stream_min=self.stream_min, slots=self.ring),
+            stream=StreamOptions(**{"watchdog_s": WATCHDOG_S, **self.stream}),
+            is_likely=self.is_likely,
+            kept_slots=self.keep,
+            short_tokens=8,
+        )
+        return Engine.open(
+            EngineOptions(
+                model=path,
+                device=device,
+                threads=2,
+                prefill=self.chunk,
+                expert_cache=self.cache,
+                least_slots=self.least,
+                streaming=rules,
+            )
+        )
+
+
+WAYS = {
+    "routed": Way(),
+    "plain": Way(stream={"skips_unrouted": False}),
+    "routed, inline": Way(stream={"has_thread": False}),
+    "plain, inline": Way(stream={"skips_unrouted": False, "has_thread": False}),
+    "depth 1": Way(stream={"depth": 1}),
+    "depth 256": Way(stream={"depth": 256}),
+    "depth auto, one by one": Way(stream={"depth": 0, "together": 1, "group": 3}),
+    "likely": Way(is_likely=True),
+    "keep": Way(cache=60, least=10, ring=16, keep=9),
+    "likely and keep": Way(cache=60, least=10, ring=16, keep=30, is_likely=True),
+    "ring of 8": Way(ring=8),
+    "ring of 16": Way(ring=16),
+    "large ring": Way(cache=79, least=0, ring=512),
+    "chunk 192": Way(chunk=192),
+    "whole": Way(chunk=CONTEXT),
+    "small chunks": Way(chunk=24),
+    "no cache, ring of its own": Way(cache=0),
+    "no cache, small ring of its own": Way(cache=0, ring=8),
+    "no cache, small chunks, likely": Way(cache=0, stream_min=1000, is_likely=True),
+    "one slot above a layer's need": Way(cache=NUM_EXPERTS + 1, least=0),
+    "one expert": Way(cache=1),
+    "all but one": Way(cache=NUM_EXPERTS * NUM_LAYERS - 1, least=0),
+    "all": Way(cache=NUM_EXPERTS * NUM_LAYERS),
+}
+
+
+def write_streamed_model(path: Path, *, fused: bool) -> Path:
+    """Four layers with blobs of several types; fused ones also of two widths."""
+
+    def type_of(name: str, _shape: Shape) -> QuantType:
+        if "_exps." not in name:
+            return QuantType.F32
+        if name.startswith("blk.1."):
+            return QuantType.Q4_0
+        return QuantType.F16 if "down" in name else QuantType.Q8_0
+
+    return write_tiny_model(
+        path,
+        seed=3 + fused,
+        context=CONTEXT,
+        hidden=64,
+        layers=NUM_LAYERS,
+        recurrent=(True, False, True, False),
+        ple_layer=2,
+        experts_count=NUM_EXPERTS,
+        top_k=3,
+        ff=(32, 64, 32, 32) if fused else 32,
+        fused=fused,
+        type_of=type_of,
+    )
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What two turns gave: logits of every token read, [T, V], and the state behind each turn."""
+
+    logits: NDArray[np.float32]
+    states: tuple[StateHash, ...]
+
+
+def talk(engine: Engine) -> Talk:
+    """Read two turns, each followed by steps, in one sequence."""
+    logits, states = [], []
+    with engine.sequence() as sequence:
+        for turn in TURNS:
+            logits.append(sequence.prefill(turn, logits="all"))
+            logits += [sequence.step(token)[None] for token in STEPS]
+            states.append(sequence.state_hash())
+    return Talk(np.concatenate(logits), tuple(states))
+
+
+def assert_same_talk(actual: Talk, expected: Talk) -> None:
+    assert np.array_equal(bits(actual.logits), bits(expected.logits))
+    assert actual.states == expected.states
+
+
+def streamer_of(engine: Engine) -> PromptStreamer:
+    assert engine._streamer is not None
+    return engine._streamer
+
+
+def store_of(engine: Engine) -> ExpertStore:
+    return streamer_of(engine)._setting.store
+
+
+@contextmanager
+def failing(owner: Any, names: tuple[str, ...], after: int, error: BaseException) -> Iterator[None]:
+    """Inside the block, these methods raise the error, after so many calls that pass."""
+    left = after
+
+    def counted(name: str) -> Callable[..., Any]:
+        method = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                raise error
+            left -= 1
+            return method(*args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(owner, name, counted(name))
+        yield
+
+
+def break_off(
+    engine: Engine, sequence: Sequence, error: type[BaseException], match: str | None = None
+) -> None:
+    """Read until the error comes: the sequence says so, and all experts are where they were."""
+    cache = store_of(engine).cache
+    held = cache.pair_in.copy()
+    with pytest.raises(error, match=match):
+        sequence.prefill(list(TURNS[0]))
+    assert not issuers()
+    assert cache.loan is None
+    assert (cache.pair_in == held).all()
+    with pytest.raises(StateError, match="interrupted"):
+        sequence.step(1)
+
+
+def issuers() -> list[str]:
+    """Threads that still issue copies."""
+    return [t.name for t in threading.enumerate() if t.name == "strata-issuer"]

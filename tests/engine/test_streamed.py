@@ -1,0 +1,231 @@
+"""Streamed prompts: whatever way the experts take, every bit is that of resident experts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strata_cli.engine.engine import Engine
+from strata_cli.engine.experts import waiting
+from strata_cli.errors import DeviceError, StallError
+from tests.engine.readings import open_engine
+from tests.engine.streams import (
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    STEPS,
+    TURNS,
+    WAYS,
+    Talk,
+    Way,
+    assert_same_talk,
+    break_off,
+    failing,
+    issuers,
+    store_of,
+    streamer_of,
+    talk,
+    write_streamed_model,
+)
+
+
+@pytest.fixture(scope="module", params=["separate", "fused"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("streamed")
+    return write_streamed_model(folder / "m.gguf", fused=request.param == "fused")
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_streamed_model(tmp_path_factory.mktemp("streamed") / "m.gguf", fused=False)
+
+
+@pytest.fixture(scope="module")
+def resident(path: Path, device_name: str) -> Talk:
+    """By an engine with all experts in place."""
+    with open_engine(path, device=device_name, prefill=64) as engine:
+        assert engine._streamer is None
+        return talk(engine)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_bit_depends_on_the_way_of_the_experts(
+    path: Path, device_name: str, resident: Talk, way: str
+) -> None:
+    with WAYS[way].open(path, device_name) as engine:
+        held = store_of(engine).cache.pair_in.copy()
+        assert_same_talk(talk(engine), resident)
+        assert (store_of(engine).cache.pair_in == held).all()
+        assert not issuers()
+
+
+def test_a_chunk_copies_or_skips_what_is_not_resident(separate: Path, device_name: str) -> None:
+    with Way(ring=16).open(separate, device_name) as engine, engine.sequence() as sequence:
+        sequence.prefill(TURNS[0])
+        num_entries = NUM_EXPERTS * NUM_LAYERS - 45 + 16
+        assert [c.copied + c.skipped for c in streamer_of(engine).counts][:3] == [num_entries] * 3
+
+
+def test_kept_experts_are_not_copied_again(separate: Path, device_name: str) -> None:
+    way = Way(cache=60, least=10, ring=16, keep=9)
+    with way.open(separate, device_name) as engine, engine.sequence() as sequence:
+        sequence.prefill(TURNS[0])
+        first, second, third, _ = (c.copied + c.skipped for c in streamer_of(engine).counts)
+        num_entries = NUM_EXPERTS * NUM_LAYERS - 60 + 16 + 9
+        assert (first, second, third) == (num_entries, num_entries - 9, num_entries - 9)
+
+
+def test_short_chunks_copy_routed_experts_alone(separate: Path, device_name: str) -> None:
+    with Way(cache=0).open(separate, device_name) as engine, engine.sequence() as sequence:
+        sequence.prefill(TURNS[0][:9])
+        (counts,) = streamer_of(engine).counts
+        assert counts.skipped == 0
+        assert counts.copied < NUM_EXPERTS * NUM_LAYERS
+        sequence.prefill(TURNS[0][:8])  # so few are read where they are
+        assert not streamer_of(engine).counts
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["thread", "inline"])
+def engine(request: pytest.FixtureRequest, separate: Path, device_name: str) -> Iterator[Engine]:
+    way = Way(stream={"has_thread": request.param})
+    with way.open(separate, device_name) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def truth(separate: Path, device_name: str) -> Talk:
+    with open_engine(separate, device=device_name) as engine:
+        return talk(engine)
+
+
+@pytest.mark.parametrize("after", [0, 3, 40, 130, 200, 420])
+def test_an_interrupted_prompt_gives_back_what_it_borrowed(
+    engine: Engine, truth: Talk, after: int
+) -> None:
+    interrupt = failing(engine._stream, ("launch",), after, KeyboardInterrupt())
+    with engine.sequence() as sequence, interrupt:
+        break_off(engine, sequence, KeyboardInterrupt)
+    assert_same_talk(talk(engine), truth)
+
+
+def test_an_interrupt_ends_the_wait_for_the_routing(
+    engine: Engine, truth: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_run = threading.Event()
+
+    def interrupted(_seconds: float) -> None:
+        may_run.set()
+        raise KeyboardInterrupt
+
+    with engine.sequence() as sequence:
+        engine._stream.call(lambda: _hold(may_run))
+        with monkeypatch.context() as patch:
+            patch.setattr("time.sleep", interrupted)
+            break_off(engine, sequence, KeyboardInterrupt)
+    assert_same_talk(talk(engine), truth)
+
+
+def test_an_interrupt_ends_the_wait_for_a_copy(
+    separate: Path, truth: Talk, device_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The issuer's thread is held up inside a copy, and the one that waits is interrupted."""
+    may_go = threading.Event()
+    wait = waiting.Bell.wait
+    with Way().open(separate, device_name) as engine, engine.sequence() as sequence:
+        copies = store_of(engine).copies
+        copy_many = copies.copy_many
+
+        def held_up(pairs: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                _hold(may_go)
+            copy_many(pairs)
+
+        def interrupted(bell: waiting.Bell, seconds: float) -> None:
+            if threading.current_thread() is threading.main_thread():
+                may_go.set()
+                raise KeyboardInterrupt
+            wait(bell, seconds)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(copies, "copy_many", held_up)
+            patch.setattr(waiting.Bell, "wait", interrupted)
+            break_off(engine, sequence, KeyboardInterrupt)
+        assert_same_talk(talk(engine), truth)
+
+
+def test_an_interrupted_refill_is_made_up_for(engine: Engine, truth: Talk) -> None:
+    cache = store_of(engine).cache
+    held = cache.pair_in.copy()
+    with engine.sequence() as sequence:
+        with (
+            failing(cache._uploader, ("upload",), 0, KeyboardInterrupt()),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            sequence.prefill(TURNS[0])
+        assert (cache.pair_in != held).any()
+        # What is in no slot is read where it lies.
+        assert np.isfinite(sequence.step(STEPS[0])).all()
+    assert_same_talk(talk(engine), truth)
+    assert (cache.pair_in == held).all()
+
+
+@pytest.mark.parametrize("after", [0, 1, 7])
+def test_a_failing_copy_is_one_error_and_the_next_prompt_is_right(
+    engine: Engine, truth: Talk, after: int
+) -> None:
+    copies = store_of(engine).copies
+    cache = store_of(engine).cache
+    take_back, broken = (
+        cache.take_back,
+        failing(copies, ("copy", "copy_many"), after, DeviceError("the link is gone")),
+    )
+    with engine.sequence() as sequence, pytest.MonkeyPatch.context() as patch:
+        broken.__enter__()
+
+        def mended(loan: Any) -> None:
+            broken.__exit__(None, None, None)
+            take_back(loan)
+
+        patch.setattr(cache, "take_back", mended)
+        break_off(engine, sequence, DeviceError, "the link is gone")
+    assert_same_talk(talk(engine), truth)
+
+
+def test_a_link_that_stays_broken_is_one_error_and_is_noted(
+    engine: Engine, truth: Talk, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies, cache = store_of(engine).copies, store_of(engine).cache
+    held = cache.pair_in.copy()
+    with engine.sequence() as sequence:
+        with (
+            failing(copies, ("copy", "copy_many"), 0, DeviceError("the link is gone")),
+            pytest.raises(DeviceError, match="the link is gone"),
+        ):
+            sequence.prefill(TURNS[0])
+        assert "behind another error: the link is gone" in caplog.text
+    assert_same_talk(talk(engine), truth)
+    assert (cache.pair_in == held).all()
+
+
+def test_a_device_that_hangs_ends_the_prompt(separate: Path, truth: Talk, device_name: str) -> None:
+    """Nothing may wait for it then; what was lent is filled again by the next prompt."""
+    may_run = threading.Event()
+    way = Way(stream={"watchdog_s": 0.2})
+    with way.open(separate, device_name) as engine, engine.sequence() as sequence:
+        held = store_of(engine).cache.pair_in.copy()
+        engine._stream.call(lambda: _hold(may_run))
+        with pytest.raises(StallError, match="waiting for the routing of layer 0"):
+            sequence.prefill(TURNS[0])
+        assert not may_run.is_set()
+        assert not issuers()
+        may_run.set()
+        assert_same_talk(talk(engine), truth)
+        assert (store_of(engine).cache.pair_in == held).all()
+
+
+def _hold(event: threading.Event) -> None:
+    event.wait(20)
