@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +55,24 @@ def test_the_json_object_has_the_documented_keys(capsys: pytest.CaptureFixture[s
     assert layer["traffic"]["run_us"] > 0
 
 
+def test_a_prompt_is_streamed_and_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRATA_PREFILL_STREAM_MIN", "1")
+    ids = ",".join(map(str, range(5, 155)))
+    result = trace_json(
+        capsys, "--tokens", ids, "--device", "host", "--expert-cache", "60", "--prefill", "75"
+    )
+    for chunk in result["chunks"]:
+        traffic = chunk["traffic"]
+        assert chunk["ring_slots"] > 8
+        assert 0 < traffic["routed"] - traffic["resident"] <= traffic["copied"]
+        assert traffic["bytes"] > 0
+        assert 0 < chunk["link_share"] <= 1
+        copied = [layer["traffic"]["copied"] for layer in chunk["layers"]]
+        assert sum(copied) == traffic["copied"]
+
+
 def test_a_trace_file_of_a_streamed_prompt_is_shown(
     trace_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,12 +89,16 @@ def test_a_trace_file_of_a_streamed_prompt_is_shown(
     assert "chunk 1\nlayer" in capsys.readouterr().out
 
 
-def test_a_trace_is_read_from_stdin(trace_file: Path) -> None:
-    command = [sys.executable, "-m", "strata_cli", "trace", "--from", "-"]
+def test_a_trace_is_read_from_stdin(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = os.dup(0)
     with trace_file.open("rb") as file:
-        done = subprocess.run(command, stdin=file, capture_output=True, check=False, text=True)
-    assert done.stderr == ""
-    assert done.stdout.startswith("m on host: 16 tokens in 2 chunks, ")
+        os.dup2(file.fileno(), 0)
+        try:
+            assert run(strata, ["trace", "--from", "-"]) == 0
+        finally:
+            os.dup2(before, 0)
+            os.close(before)
+    assert capsys.readouterr().out.startswith("m on host: 16 tokens in 2 chunks, ")
 
 
 def test_perfetto_does_not_overwrite_the_trace(

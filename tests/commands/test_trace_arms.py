@@ -163,3 +163,17 @@ def test_another_residual_is_reported(
     assert run(strata, [*prompt, "--ab", "prefill=64", "--identity", "--max-tokens=1"]) == 1
     assert "on differs in dump_sha256\n" in capsys.readouterr().out
     assert not dumps[0].exists()
+
+
+@pytest.mark.parametrize("switch", ["prefill_routed_stream", "prefill_order=id,likely"])
+def test_streamed_prompts_pass_the_identity_check(
+    switch: str,
+    prompt: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STRATA_PREFILL_STREAM_MIN", "1")
+    args = [*prompt, "--prefill=70", "--expert-cache=20", "--max-tokens=2"]
+    result = arms_json(capsys, [*args, "--ab", switch, "--identity"])
+    assert result["is_identical"] is True
+    assert all(arm["copied"] > 0 for arm in result["arms"])
