@@ -17,6 +17,11 @@ __device__ inline int max_of_warp(int v) {
 #endif
 }
 
+__device__ inline int sum_of_warp(int v) {
+    for (int half = 16; half; half /= 2) v += __shfl_xor_sync(ALL_LANES, v, half);
+    return v;
+}
+
 // An integer that orders as the logit does. Not a number counts as -inf, -0 as 0.
 __device__ inline int order_of(float logit) {
     const int bits = __float_as_int((logit > lowest() ? logit : lowest()) + 0.0f);
@@ -164,36 +169,54 @@ __device__ inline int4 experts_at(const int *ids, long long pair, long long num_
         pair + 2 < num_pairs ? ids[pair + 2] : NONE, pair + 3 < num_pairs ? ids[pair + 3] : NONE);
 }
 
+constexpr int ORDER_WARPS = 8;  // of a block, each with a run of pairs
+
 // order_by_expert: stable counting sort of the pairs by expert, without atomics
 //   ids [P] i32 -> expert_start [E+1] i32, row_of [P] i32, pair_of [P] i32
-//   grid (E / warps), one warp per expert; every warp reads all ids twice, 128 at a time:
+//   grid (E), block 32 * ORDER_WARPS: a block per expert, which reads all ids twice, 128 at a time:
 //   8 * E*P bytes from the L1 and L2 caches
 extern "C" __global__ void order_by_expert(const int *ids, int *expert_start, int *row_of,
                                            int *pair_of, long long num_experts, long long num_pairs,
                                            long long top_k) {
     start_early();
-    constexpr int AT_ONCE = 8;  // loads in flight
-    const int lane = threadIdx.x & 31;
-    const long long expert = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (expert >= num_experts) return;
-    const int own = static_cast<int>(expert);
-    int below = 0;
+    constexpr int AT_ONCE = 4;  // loads in flight
+    __shared__ int below_of[ORDER_WARPS], own_of[ORDER_WARPS];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, own = static_cast<int>(blockIdx.x);
+    const int pairs = static_cast<int>(num_pairs);
+    const int run = (pairs + 128 * ORDER_WARPS - 1) / (128 * ORDER_WARPS) * 128;
+    const int begin = warp * run, end = min(begin + run, pairs);
+    int below = 0, count = 0;
 #pragma unroll AT_ONCE
-    for (long long pair = 4 * lane; pair < num_pairs; pair += 128) {
-        const int4 v = experts_at(ids, pair, num_pairs);
+    for (int pair = begin + 4 * lane; pair < end; pair += 128) {
+        const int4 v = experts_at(ids, pair, pairs);
         below += (v.x < own) + (v.y < own) + (v.z < own) + (v.w < own);
+        count += (v.x == own) + (v.y == own) + (v.z == own) + (v.w == own);
     }
-    for (int half = 16; half; half /= 2) below += __shfl_xor_sync(ALL_LANES, below, half);
+    below = sum_of_warp(below);
+    count = sum_of_warp(count);
     if (lane == 0) {
-        expert_start[expert] = below;
-        if (expert == 0) expert_start[num_experts] = static_cast<int>(num_pairs);
+        below_of[warp] = below;
+        own_of[warp] = count;
     }
+    __syncthreads();
+    int place = 0;  // of the run's first pair of this expert
+    for (int other = 0; other < ORDER_WARPS; other++) {
+        place += below_of[other];
+        if (other < warp) place += own_of[other];
+    }
+    if (threadIdx.x == 0) {
+        expert_start[own] = place;
+        if (own == 0) expert_start[num_experts] = pairs;
+    }
+    if (count == 0) return;
     const unsigned earlier_lanes = (1u << lane) - 1;
-    int place = below;
-    for (long long first = 4 * lane; first - 4 * lane < num_pairs; first += AT_ONCE * 128) {
+    for (int start = begin; start < end; start += AT_ONCE * 128) {
         int4 next[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) next[i] = experts_at(ids, first + 128 * i, num_pairs);
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int pair = start + 128 * i + 4 * lane;
+            next[i] = experts_at(ids, pair < end ? pair : num_pairs, num_pairs);
+        }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             const bool is_own[4] = {next[i].x == own, next[i].y == own, next[i].z == own,
@@ -209,8 +232,8 @@ extern "C" __global__ void order_by_expert(const int *ids, int *expert_start, in
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 if (!is_own[e]) continue;
-                const long long pair = first + 128 * i + e;
-                row_of[at] = static_cast<int>(pair / top_k);
+                const int pair = start + 128 * i + 4 * lane + e;
+                row_of[at] = pair / static_cast<int>(top_k);
                 pair_of[pair] = at++;
             }
         }

@@ -33,6 +33,7 @@ F32 = np.float32
 I32 = np.int32
 
 THREADS = 128  # per block on a GPU
+ORDER_THREADS = 256  # of a block that orders the pairs of one expert
 ROUTE_TOGETHER = 16  # at most so many tokens are routed and ordered by one of a GPU's blocks
 WARPS = THREADS // 32
 ROUTE_IN_REGISTERS = 512  # experts whose logits a GPU's warp keeps in registers
@@ -164,8 +165,8 @@ def order_by_expert(
     num_experts = expert_start.size - 1
     launch = Launch(
         items=1,
-        grid=(blocks(num_experts, WARPS), 1, 1),
-        block=(THREADS, 1, 1),
+        grid=(num_experts, 1, 1),
+        block=(ORDER_THREADS, 1, 1),
         extents=(num_experts, ids.size, ids.shape[1]),
         early=True,
     )
