@@ -76,7 +76,8 @@ def rank_experts(resident: NDArray[np.bool_], order: NDArray[np.integer] | None 
         places = np.argsort(order, axis=1)
     keys = np.where(resident, ids, num_experts + places)
     expert_at = np.argsort(keys, axis=1).astype(np.int32)
-    rank_of = np.argsort(expert_at, axis=1).astype(np.int32)
+    rank_of = np.empty_like(expert_at)
+    np.put_along_axis(rank_of, expert_at, ids.astype(np.int32)[None], axis=1)
     return Ranking(rank_of, expert_at, tuple(resident.sum(axis=1).tolist()))
 
 
@@ -194,6 +195,13 @@ def address_row(
 def address_table(
     ranking: Ranking, entries: EntryList, resident: NDArray[np.int64], ring: RingShape
 ) -> NDArray[np.int64]:
-    """address_row() of every layer: int64 [L, E]."""
-    rows = [address_row(ranking, entries, layer, row, ring) for layer, row in enumerate(resident)]
-    return np.array(rows, np.int64).reshape(resident.shape)
+    """address_row() of every layer of a list that list_entries() made: int64 [L, E]."""
+    ranks = np.arange(ranking.num_experts)
+    num_resident = np.array(ranking.num_resident, np.int64).reshape(-1, 1)
+    firsts = np.array(entries.starts[:-1], np.int64).reshape(-1, 1)
+    slots = (firsts + ranks - num_resident) % ring.num_slots
+    in_place = np.take_along_axis(resident, ranking.expert_at, axis=1)
+    table: NDArray[np.int64] = np.where(
+        ranks < num_resident, in_place, ring.address + slots * ring.slot_bytes
+    )
+    return table

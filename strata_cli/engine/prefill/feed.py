@@ -114,7 +114,7 @@ class StreamFeed:
     """ExpertFeed of a chunk whose experts are streamed.
 
     Args:
-        tables: of the chunk, filled by begin().
+        tables: of the chunk, filled when the first layer asks: the device is busy by then.
         stream: of its experts, open.
         ranking: that the stream was made with.
         addresses: of resident experts, by id, int64 [L, E].
@@ -135,18 +135,13 @@ class StreamFeed:
         self._addresses = addresses
         self._ring = ring
         self._lists_routed = not stream.entries.is_complete
-
-    def begin(self) -> None:
-        """Enqueue the chunk's tables, as far as they are known before any routing."""
-        entries = self._stream.entries
-        if self._lists_routed:
-            by_rank = np.take_along_axis(self._addresses, self._ranking.expert_at, axis=1)
-        else:
-            by_rank = address_table(self._ranking, entries, self._addresses, self._ring)
-        self._tables.upload(by_rank, self._ranking.rank_of)
+        self._has_tables = False
 
     def experts(self, layer: int) -> RankedExperts:
         """See ExpertFeed."""
+        if not self._has_tables:
+            self._upload_tables()
+            self._has_tables = True
         return RankedExperts(self._tables.experts[layer], self._tables.rank_of(layer))
 
     def publish(self, layer: int, expert_start: Tensor) -> None:  # noqa: ARG002  in turn
@@ -169,3 +164,12 @@ class StreamFeed:
             self._tables.upload_row(layer, by_rank)
         for ranks in self._stream.groups(layer):
             yield ExpertGroup(ranks, range(int(start[ranks.start]), int(start[ranks.stop])))
+
+    def _upload_tables(self) -> None:
+        """As far as they are known before any routing."""
+        entries = self._stream.entries
+        if self._lists_routed:
+            by_rank = np.take_along_axis(self._addresses, self._ranking.expert_at, axis=1)
+        else:
+            by_rank = address_table(self._ranking, entries, self._addresses, self._ring)
+        self._tables.upload(by_rank, self._ranking.rank_of)

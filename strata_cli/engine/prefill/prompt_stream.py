@@ -152,9 +152,7 @@ class PromptStream:
         ranking = rank_experts(resident, order)
         stream = ChunkStream(ranking, ring, store.blobs, self._rules.stream, kept)
         with store.staging(stream.entries), stream:
-            feed = StreamFeed(self._tables, stream, ranking, addresses, ring.shape)
-            feed.begin()
-            yield feed
+            yield StreamFeed(self._tables, stream, ranking, addresses, ring.shape)
             stream.finish()
         self._history.add(stream)
 
