@@ -33,6 +33,40 @@ extern "C" __global__ void store_kv(const float *k, const float *v, const int *p
     const int lane = threadIdx.x & 31;
     const long long position = positions[row / num_kv_heads];
     const long long at = (position * num_kv_heads + row % num_kv_heads) * dim;
+    const unsigned long long caches =
+        reinterpret_cast<unsigned long long>(keys) | reinterpret_cast<unsigned long long>(values);
+    const bool is_wide_row = dim % 8 == 0 && dim <= 256 && is_wide(dim, k, v) && (caches & 15) == 0;
+    if (is_wide_row) {  // a chunk of 8 columns per lane
+        const bool has_chunk = 8 * lane < dim;
+        const float *from_k = k + row * dim + 8 * lane, *from_v = v + row * dim + 8 * lane;
+        float own_k[8], own_v[8];
+        bool is_number = true;
+#pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const float4 a = has_chunk ? load4(from_k + i) : none;
+            const float4 b = has_chunk ? load4(from_v + i) : none;
+            own_k[i] = a.x, own_k[i + 1] = a.y, own_k[i + 2] = a.z, own_k[i + 3] = a.w;
+            own_v[i] = b.x, own_v[i + 1] = b.y, own_v[i + 2] = b.z, own_v[i + 3] = b.w;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            is_number = is_number && own_v[i] == own_v[i];
+            own_v[i] = own_v[i] == own_v[i] ? own_v[i] : 0.0f;
+        }
+        const unsigned none = __all_sync(ALL_LANES, is_number) ? 0 : 0x7fff7fff;
+        if (!has_chunk) return;
+        unsigned to_k[4], to_v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            to_k[i] = pair_of(own_k[2 * i], own_k[2 * i + 1]) | none;
+            to_v[i] = pair_of(own_v[2 * i], own_v[2 * i + 1]);
+        }
+        const long long first = at + 8 * lane;
+        *reinterpret_cast<uint4 *>(keys + first) = make_uint4(to_k[0], to_k[1], to_k[2], to_k[3]);
+        *reinterpret_cast<uint4 *>(values + first) = make_uint4(to_v[0], to_v[1], to_v[2], to_v[3]);
+        return;
+    }
     bool is_number = true;
     for (long long d = lane; d < dim; d += 32) {
         const float value = v[row * dim + d];

@@ -30,24 +30,12 @@ __device__ inline unsigned *rounded_row(unsigned short *rounded, bool wanted, lo
 
 constexpr int NORM_THREADS = 256;  // of a block that norms a row: the order of sums hangs on it
 
-// Sum of squares of a row that lies in shared memory, complete: each thread every NORM_THREADS-th
-// four elements, in turn; then 32 lanes, folded 16 -> 8 -> ... -> 1; then the warps in turn.
-__device__ inline float sum_squares_of_row(const float *row, long long size) {
+constexpr int MOST_QUADS = 3;  // of a row of at most 4 * NORM_THREADS * MOST_QUADS elements
+
+// Sum over the block of one value of each thread: lanes 16 -> 8 -> ... -> 1, then warps in turn.
+__device__ inline float sum_of_block(float own) {
     __shared__ float of_warps[NORM_THREADS / 32];
-    float own = 0.0f;
-    for (long long d = 4 * threadIdx.x; d < size; d += 4 * NORM_THREADS) {
-        if (d + 4 <= size) {
-            const float4 v = load4(row + d);
-            own = fmaf(v.x, v.x, own);
-            own = fmaf(v.y, v.y, own);
-            own = fmaf(v.z, v.z, own);
-            own = fmaf(v.w, v.w, own);
-        } else {
-            for (long long i = d; i < size; i++) own = fmaf(row[i], row[i], own);
-        }
-    }
-    own += __shfl_xor_sync(ALL_LANES, own, 16);
-    own = fold16(own);
+    own = fold16(own + __shfl_xor_sync(ALL_LANES, own, 16));
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = own;
     __syncthreads();
     float total = of_warps[0];
@@ -56,17 +44,63 @@ __device__ inline float sum_squares_of_row(const float *row, long long size) {
     return total;
 }
 
-// The norm of a row that lies in shared memory, complete, by all threads of the block.
+__device__ inline float add_squares(float4 v, float total) {
+    total = fmaf(v.x, v.x, total);
+    total = fmaf(v.y, v.y, total);
+    total = fmaf(v.z, v.z, total);
+    return fmaf(v.w, v.w, total);
+}
+
+__device__ inline float4 scaled(float4 v, float factor, float4 w) {
+    return make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z,
+                       v.w * factor * w.w);
+}
+
+// Every NORM_THREADS-th four elements of a row are a thread's, as its i-th.
+__device__ inline long long quad(int i) { return 4 * (threadIdx.x + NORM_THREADS * i); }
+
+// Elements of a row, and the norm's weights, in registers: all loads are one latency.
+struct Quads {
+    float4 v[MOST_QUADS], w[MOST_QUADS];
+
+    __device__ void load(const float *row, const float *weight, long long size) {
+        const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int i = 0; i < MOST_QUADS; i++) {
+            v[i] = quad(i) < size ? load4(row + quad(i)) : none;
+            w[i] = quad(i) < size ? load4(weight + quad(i)) : none;
+        }
+    }
+
+    // The norm of the row, by all threads of the block.
+    __device__ void norm(float eps, float *out, unsigned *rounded, long long size) const {
+        float own = 0.0f;
+#pragma unroll
+        for (int i = 0; i < MOST_QUADS; i++) own = add_squares(v[i], own);
+        const float factor = rms_factor(sum_of_block(own), size, eps);
+#pragma unroll
+        for (int i = 0; i < MOST_QUADS; i++)
+            if (quad(i) < size) put4(out, rounded, quad(i), scaled(v[i], factor, w[i]));
+    }
+};
+
+__device__ inline bool fits_quads(long long size, bool wide) {
+    return wide && size <= 4 * NORM_THREADS * MOST_QUADS;
+}
+
+// The norm of a row that lies in shared memory, complete, by all threads of the block. The order
+// of sums is that of Quads.
 __device__ inline void norm_row(const float *row, const float *weight, float eps, float *out,
                                 unsigned *rounded, long long size, bool wide) {
-    const float factor = rms_factor(sum_squares_of_row(row, size), size, eps);
+    float own = 0.0f;
+    for (int i = 0; quad(i) < size; i++)
+        for (long long d = quad(i); d < min(quad(i) + 4, size); d++)
+            own = fmaf(row[d], row[d], own);
+    const float factor = rms_factor(sum_of_block(own), size, eps);
     if (wide) {
-        for (long long d = 4 * threadIdx.x; d < size; d += 4 * blockDim.x) {
-            const float4 v = load4(row + d), w = load4(weight + d);
-            put4(out, rounded, d,
-                 make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z,
-                             v.w * factor * w.w));
-        }
+        for (int i = 0; quad(i) < size; i++)
+            put4(out, rounded, quad(i),
+                 scaled(load4(row + quad(i)), factor, load4(weight + quad(i))));
     } else {
         for (long long d = threadIdx.x; d < size; d += blockDim.x)
             put1(out, rounded, d, row[d] * factor * weight[d]);
@@ -85,9 +119,16 @@ extern "C" __global__ void stream_norm(const float *x, const float *weight, floa
     out += blockIdx.x * size;
     weight += blockIdx.x % num_streams * size;
     const bool wide = is_wide(size, x, out, weight) && is_wide(size, rounded);
+    unsigned *half = rounded_row(rounded, rounds, blockIdx.x * size);
+    if (fits_quads(size, wide)) {
+        Quads quads;
+        quads.load(x, weight, size);
+        quads.norm(eps, out, half, size);
+        return;
+    }
     load_row(row, x, size, wide);
     __syncthreads();
-    norm_row(row, weight, eps, out, rounded_row(rounded, rounds, blockIdx.x * size), size, wide);
+    norm_row(row, weight, eps, out, half, size, wide);
 }
 
 // lowrank_silu: low = silu(low / S) in place
@@ -184,23 +225,33 @@ extern "C" __global__ void stream_write_norm(float *x, const float *out, const f
     normed += blockIdx.x * size;
     out += blockIdx.x / num_streams * size;
     weight += blockIdx.x % num_streams * size;
-    const float factor = write_weight(inject[blockIdx.x], num_streams);
     const bool wide = is_wide(size, x, out, weight, normed) && is_wide(size, rounded);
-    if (wide) {
-        for (long long d = 4 * threadIdx.x; d < size; d += 4 * blockDim.x) {
-            const float4 o = load4(out + d);
-            float4 v = load4(x + d);
-            v.x = fmaf(factor, o.x, v.x);
-            v.y = fmaf(factor, o.y, v.y);
-            v.z = fmaf(factor, o.z, v.z);
-            v.w = fmaf(factor, o.w, v.w);
-            store4(x + d, v);
-            store4(row + d, v);
+    unsigned *half = rounded_row(rounded, rounds, blockIdx.x * size);
+    if (fits_quads(size, wide)) {
+        Quads quads;
+        float4 added[MOST_QUADS];
+        const float share = inject[blockIdx.x];
+        quads.load(x, weight, size);
+#pragma unroll
+        for (int i = 0; i < MOST_QUADS; i++)
+            if (quad(i) < size) added[i] = load4(out + quad(i));
+        const float factor = write_weight(share, num_streams);
+#pragma unroll
+        for (int i = 0; i < MOST_QUADS; i++) {
+            if (quad(i) >= size) continue;
+            float4 &v = quads.v[i];
+            v.x = fmaf(factor, added[i].x, v.x);
+            v.y = fmaf(factor, added[i].y, v.y);
+            v.z = fmaf(factor, added[i].z, v.z);
+            v.w = fmaf(factor, added[i].w, v.w);
+            store4(x + quad(i), v);
         }
-    } else {
-        for (long long d = threadIdx.x; d < size; d += blockDim.x)
-            x[d] = row[d] = fmaf(factor, out[d], x[d]);
+        quads.norm(eps, normed, half, size);
+        return;
     }
+    const float factor = write_weight(inject[blockIdx.x], num_streams);
+    for (long long d = threadIdx.x; d < size; d += blockDim.x)
+        x[d] = row[d] = fmaf(factor, out[d], x[d]);
     __syncthreads();
-    norm_row(row, weight, eps, normed, rounded_row(rounded, rounds, blockIdx.x * size), size, wide);
+    norm_row(row, weight, eps, normed, half, size, wide);
 }

@@ -19,21 +19,27 @@ extern "C" __global__ void head_norm_rope(const float *src, const float *weight,
     float *head = normed + threadIdx.x / 16 * dim;
     src += row * stride;
     const long long position = positions[row / num_heads];
-    float squares = 0.0f;
-    for (long long first = lane16(); first < dim; first += 16 * AT_ONCE) {
-        float values[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-            values[i] = first + 16 * i < dim ? src[first + 16 * i] : 0.0f;
+    float values[AT_ONCE], weights[AT_ONCE], squares = 0.0f;
+    const auto load = [&](long long first) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            squares = fmaf(values[i], values[i], squares);
-            if (first + 16 * i < dim) head[first + 16 * i] = values[i];
+            values[i] = first + 16 * i < dim ? src[first + 16 * i] : 0.0f;
+            weights[i] = first + 16 * i < dim ? weight[first + 16 * i] : 0.0f;
         }
+    };
+    load(lane16());
+    for (long long first = lane16(); first < dim; first += 16 * AT_ONCE) {
+        if (first >= 16 * AT_ONCE) load(first);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) squares = fmaf(values[i], values[i], squares);
     }
     const float scale = rms_factor(fold16(squares), dim, eps);
-#pragma unroll 16
-    for (long long i = lane16(); i < dim; i += 16) head[i] = head[i] * scale * weight[i];
+    for (long long first = lane16(); first < dim; first += 16 * AT_ONCE) {
+        if (dim > 16 * AT_ONCE) load(first);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            if (first + 16 * i < dim) head[first + 16 * i] = values[i] * scale * weights[i];
+    }
     __syncwarp();
     if (own >= num_rows) return;
 #pragma unroll 16
