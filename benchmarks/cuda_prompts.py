@@ -89,20 +89,9 @@ class Way(NamedTuple):
 
 
 USUAL = (Way("before", is_now=False), Way("now"))
-DENSE_WAYS = (
-    *USUAL,
-    *(
-        Way(f"now {tuple(s)}", shape=Shape(*s))
-        for s in ((4, 2, 3, 2), (4, 1, 3, 2), (4, 1, 3, 3), (5, 1, 3, 3), (2, 1, 3, 2))
-    ),
-)
-GROUPED_WAYS = (
-    *USUAL,
-    *(
-        Way(f"now {tuple(s)}", shape=Shape(*s))
-        for s in ((4, 1, 3, 2), (2, 1, 3, 3), (2, 1, 3, 2), (4, 2, 3, 3))
-    ),
-)
+SHAPES = tuple(Way(f"now {s}", shape=Shape(*s)) for s in ((4, 2), (4, 1), (2, 2), (2, 1)))
+DENSE_WAYS = (*USUAL, *SHAPES, Way("now (5, 1)", shape=Shape(5, 1)))
+GROUPED_WAYS = (*USUAL, *SHAPES)
 
 
 def gpu_of(bench: Bench) -> Gpu:

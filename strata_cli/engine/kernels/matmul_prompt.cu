@@ -3,13 +3,13 @@
 //   2 * T*N*K floating-point operations over the tensor cores' rate; a tile reads its weights once
 //   and decodes them once per TOKEN_WARPS.
 //
-// A block makes tiles of 32 * ROW_WARPS weight rows and 64 * TOKEN_WARPS tokens, one after the
-// other in one stream of stages of 128 k that never runs dry: raw rows and activations arrive by
-// asynchronous copies some stages ahead, across tiles. A warp decodes its own 32 rows straight into
-// the registers that the tensor cores read, a step of 32 k ahead of their product with 64 tokens,
-// whose activations it loads from shared memory a step ahead as well; so the tensor cores need not
-// wait for either. Each sum is made of the same operations in the same order as in matmul_few.cu:
-// slices from zero, totals in ascending order.
+// A block makes tiles of 32 * ROW_WARPS weight rows and up to 64 * TOKEN_WARPS tokens, one after
+// the other in one stream of stages of 128 k that never runs dry. Raw rows and activations arrive
+// by asynchronous copies, a stage or more ahead, across tiles. All warps together decode the
+// weights of the next stage to f16 in shared memory, in the order that the tensor cores want them,
+// while they multiply this one: so that a weight is decoded once per tile, and no product waits for
+// it. Each sum is made of the same operations in the same order as in matmul_few.cu: slices from
+// zero, totals in ascending order.
 #include "mma.cuh"
 #include "wide_book.cuh"
 
@@ -40,10 +40,9 @@ struct Cursor {
     }
 };
 
-// WHOLE: tokens that a tile lacks are multiplied too, and not stored.
-// X_SLOTS, RAW_SLOTS: stages of activations and of raw rows in shared memory.
-template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS, int X_SLOTS, int RAW_SLOTS,
-          bool WHOLE>
+// WHOLE: tokens that a tile lacks are multiplied too, and not stored; else a tile's groups of eight
+// tokens are shared out evenly among the TOKEN_WARPS.
+template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS, bool WHOLE>
 struct Many {
     using R = Rows<TYPE, LANE>;
     static constexpr int THREADS = 32 * ROW_WARPS * TOKEN_WARPS;
@@ -56,24 +55,20 @@ struct Many {
     static constexpr int CHUNKS = (RAW_BYTES + 16 - STEP_ALIGN + 15) / 16;
     static constexpr int PITCH = 16 * (CHUNKS | 1);
     static constexpr int RAW_SLOT_BYTES = ROWS * PITCH + 16, X_SLOT_BYTES = TOKENS * TOKEN_BYTES;
+    static constexpr int W_SLOT_BYTES = ROWS * 2 * STAGE;
     static constexpr bool FULL =
         !R::IS_FLOAT && 4 * LANE >= STAGE;  // every stage lies within the row
-    // Stages between a copy's start and the stage that uses it.
-    static constexpr int X_AHEAD = X_SLOTS - 1, RAW_AHEAD = PER_RAW * (RAW_SLOTS - 1);
-    static constexpr int PENDING = (X_AHEAD < RAW_AHEAD ? X_AHEAD : RAW_AHEAD) - 2;
-    // Copies of each thread in a stage: rows of weights, and 16 bytes of tokens this far apart.
-    static constexpr int RAW_PASSES = 4 * ROWS / THREADS,
-                         X_COPIES = (16 * TOKENS + THREADS - 1) / THREADS;
-    static constexpr int X_PART = (X_COPIES + 3) / 4;
+    // Groups of eight rows that a warp decodes.
+    static constexpr int GROUPS = 4 / TOKEN_WARPS;
+    // Copies of each thread in a stage: 16 bytes of tokens this far apart.
+    static constexpr int X_COPIES = (16 * TOKENS + THREADS - 1) / THREADS;
     static constexpr int X_EACH = THREADS / 16;  // even, so that a thread's tokens agree in parity
-    static_assert(PENDING >= 0 && RAW_PASSES <= 4 && X_EACH % 2 == 0, "a shape that does not fit");
-    // A tile is described by copies as well, and must have landed when others are begun for it.
-    static constexpr int TILES_AHEAD = X_AHEAD > RAW_SLOTS - 1 ? X_AHEAD : RAW_SLOTS - 1;
-    static_assert(RING - 2 - TILES_AHEAD > PENDING, "too many slots");
+    static_assert(X_EACH % 2 == 0, "a shape that does not fit");
 
     const Product product;
-    unsigned char *raw;
+    unsigned char *raw;  // two slots each
     unsigned char *x;
+    unsigned char *w;  // [tiles of 16 rows][steps][halves][lanes] of 16 bytes, operands
     Tile *ring;
     unsigned *sources;  // [RING][TOKENS]: the row of x of a token
     LoadedBook<TYPE> book;
@@ -81,8 +76,9 @@ struct Many {
     __device__ Many(const Product &all, unsigned char *shared)
         : product(all),
           raw(shared),
-          x(raw + RAW_SLOTS * RAW_SLOT_BYTES),
-          ring(reinterpret_cast<Tile *>(x + X_SLOTS * X_SLOT_BYTES)),
+          x(raw + 2 * RAW_SLOT_BYTES),
+          w(x + 2 * X_SLOT_BYTES),
+          ring(reinterpret_cast<Tile *>(w + 2 * W_SLOT_BYTES)),
           sources(reinterpret_cast<unsigned *>(ring + RING)),
           book(load_any_book<TYPE>(sources + RING * TOKENS)) {}
 
@@ -97,50 +93,52 @@ struct Many {
         return phase / STEP_ALIGN * STEP_ALIGN;
     }
 
-    // Four threads copy a row together, 64 bytes at a time.
-
-    __device__ void copy_raw(const Cursor &at, int slot, int pass) const {
+    // The rows that this warp decodes; four threads copy one together, 64 bytes at a time.
+    __device__ void copy_raw(const Cursor &at, int slot) const {
         const Tile tile = ring[at.tile % RING];
         const int first = 16 * (threadIdx.x % 4), raw_stage = at.stage / PER_RAW;
-        const int row = threadIdx.x / 4 + THREADS / 4 * pass;
-        const unsigned char *from = row_at(tile, row, raw_stage);
-        const int phase = phase_of(from);
         const int length = FULL ? RAW_BYTES : R::bytes(min(RAW, product.cols - raw_stage * RAW));
-        from += first - phase;
-        unsigned char *to = raw + slot * RAW_SLOT_BYTES + row * PITCH + first;
 #pragma unroll
-        for (int i = 0; i < 16 * CHUNKS; i += 64) {
-            if (FULL && (i + 64 <= RAW_BYTES || (STEP_ALIGN == 16 && first + i < RAW_BYTES)))
-                copy_async(to + i, from + i);
-            else if (first + i < 16 * CHUNKS)
-                copy_async(to + i, from + i, max(0, min(16, phase + length - first - i)));
+        for (int i = 0; i < GROUPS; i++) {
+            const int row = own_row(i);
+            const unsigned char *from = row_at(tile, row, raw_stage);
+            const int phase = phase_of(from);
+            from += first - phase;
+            unsigned char *to = raw + slot * RAW_SLOT_BYTES + row * PITCH + first;
+#pragma unroll
+            for (int j = 0; j < 16 * CHUNKS; j += 64) {
+                if (FULL && (j + 64 <= RAW_BYTES || (STEP_ALIGN == 16 && first + j < RAW_BYTES)))
+                    copy_async(to + j, from + j);
+                else if (first + j < 16 * CHUNKS)
+                    copy_async(to + j, from + j, max(0, min(16, phase + length - first - j)));
+            }
         }
+    }
+
+    // Row of this lane in group i of those that its warp decodes.
+    __device__ static int own_row(int i) {
+        return 8 * (threadIdx.x / 32 * GROUPS + i) + (threadIdx.x & 31) / 4;
     }
 
     // Octet `step` of lane t lies at place (4 * step + t) ^ 4 * (token % 2) of its token's 16: then
     // neither the eight threads that copy together nor the eight that load meet in a bank.
-    // Copies FIRST ... FIRST + N of a thread; where their rows begin is loaded before.
-    template <int FIRST, int N>
-    __device__ void find_sources(const Cursor &at, unsigned (&from)[N]) const {
-#pragma unroll
-        for (int i = 0; i < N; i++)
-            from[i] = sources[at.tile % RING * TOKENS + threadIdx.x / 16 + X_EACH * (FIRST + i)];
-    }
-
-    template <int FIRST, int N>
-    __device__ void copy_x(const Cursor &at, int slot, const unsigned (&from)[N]) const {
+    __device__ void copy_x(const Cursor &at, int slot) const {
         const int t = threadIdx.x % 4, step = threadIdx.x / 4 % 4, stage = at.stage;
         const int k = stage / PER_RAW * RAW + R::k_of(stage % PER_RAW * 4 + step, t);
         const int nbytes = FULL ? 16 : max(0, min(16, 2 * (product.cols - k)));
         const int own = threadIdx.x / 16, count = WHOLE ? TOKENS : ring[at.tile % RING].count;
+        const unsigned *own_sources = sources + at.tile % RING * TOKENS + own;
         const unsigned row_bytes = 2 * product.cols;
         const unsigned char *first =
             reinterpret_cast<const unsigned char *>(product.activations + k);
         unsigned char *to =
             x + slot * X_SLOT_BYTES + own * TOKEN_BYTES + 16 * ((4 * step + t) ^ (4 * (own % 2)));
+        unsigned from[X_COPIES];  // all addresses before the first copy
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            const int token = X_EACH * (FIRST + i);
+        for (int i = 0; i < X_COPIES; i++) from[i] = own_sources[X_EACH * i];
+#pragma unroll
+        for (int i = 0; i < X_COPIES; i++) {
+            const int token = X_EACH * i;
             if (!WHOLE && own + token >= count) continue;
             if (token + X_EACH > TOKENS && own + token >= TOKENS) continue;
             const unsigned long long at_row = static_cast<unsigned long long>(row_bytes) * from[i];
@@ -151,260 +149,237 @@ struct Many {
         }
     }
 
-    // Where this lane's four rows of a stage lie.
-    __device__ void find_rows(Staged<STEP_ALIGN> (&rows)[4], const Cursor &at, int slot) const {
-        const int row = threadIdx.x / 32 % ROW_WARPS * 32 + (threadIdx.x & 31) / 4;
+    // Where the rows that this lane decodes lie in a stage.
+    __device__ void find_rows(Staged<STEP_ALIGN> (&rows)[GROUPS], const Cursor &at,
+                              int slot) const {
         const Tile tile = ring[at.tile % RING];
-        const unsigned char *own = raw + slot * RAW_SLOT_BYTES + row * PITCH;
+        const unsigned char *own = raw + slot * RAW_SLOT_BYTES;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            rows[i] = {own + 8 * i * PITCH,
-                       phase_of(row_at(tile, row + 8 * i, at.stage / PER_RAW))};
+        for (int i = 0; i < GROUPS; i++)
+            rows[i] = {own + own_row(i) * PITCH,
+                       phase_of(row_at(tile, own_row(i), at.stage / PER_RAW))};
     }
 
-    // The first activations of this lane in a slot, for even steps and for odd ones.
-    struct Columns {
-        const unsigned char *even, *odd;
+    // Half of a step of 16 weight rows, as the tensor cores take it.
+    __device__ uint4 *operand_at(int slot, int tile, int step, int half) const {
+        return reinterpret_cast<uint4 *>(w + slot * W_SLOT_BYTES) +
+               ((4 * tile + step) * 2 + half) * 32 + (threadIdx.x & 31);
+    }
 
-        __device__ uint4 load(int step, int n) const {
-            const unsigned char *from = step % 2 ? odd : even;
-            return *reinterpret_cast<const uint4 *>(from + 64 * step + 8 * n * TOKEN_BYTES);
+    // Step STEP of a raw stage to shared memory: part i of GROUPS, the second of two stores both.
+    template <int STEP>
+    __device__ void decode_part(const Staged<STEP_ALIGN> (&rows)[GROUPS], RowScale (&scale)[GROUPS],
+                                int slot, int i, Octet &low) const {
+        const Octet o = decode<TYPE, LANE, STEP_ALIGN, WideCodec<TYPE>>(
+            rows[i], STEP, threadIdx.x & 3, book, scale[i]);
+        if (i % 2 == 0) {
+            low = o;
+            return;
         }
+        const int tile = (threadIdx.x / 32 * GROUPS + i) / 2;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            *operand_at(slot, tile, STEP % 4, half) = make_uint4(
+                low.pair[2 * half], o.pair[2 * half], low.pair[2 * half + 1], o.pair[2 * half + 1]);
+    }
+
+    // Step STEP of the first stage of all.
+    template <int STEP>
+    __device__ void decode_all(const Staged<STEP_ALIGN> (&rows)[GROUPS],
+                               RowScale (&scale)[GROUPS]) const {
+        Octet low;
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) decode_part<STEP>(rows, scale, 0, i, low);
+    }
+
+    // A warp's tokens in a tile: groups of eight.
+    struct Share {
+        int first, count;
     };
 
-    __device__ Columns columns_of(int slot) const {
-        const int lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
-        const unsigned char *own = x + slot * X_SLOT_BYTES +
-                                   (64 * (threadIdx.x / 32 / ROW_WARPS) + g) * TOKEN_BYTES + 16 * t;
-        return {own + 64 * (g % 2), own - 64 * (g % 2)};
+    __device__ Share share_of_tile(int tokens) const {
+        const int token_warp = threadIdx.x / 32 / ROW_WARPS;
+        if (WHOLE || TOKEN_WARPS == 1) return {8 * token_warp, WHOLE ? 8 : (tokens + 7) / 8};
+        const int all = (tokens + 7) / 8, first = (all + 1) / 2;
+        return token_warp ? Share{first, all - first} : Share{0, first};
     }
 
-    // What is copied next and where to. The last stage of the stream is copied again and again, to
-    // slots that are not used any more: cheaper than asking.
-    struct Copies {
-        Cursor x, raw;
-        int x_left, raw_left, x_slot, raw_slot;  // left: stages after this one
-
-        __device__ void advance_x(int stages) {
-            x_slot = next_slot(x_slot, X_SLOTS);
-            if (x_left > 0) x_left--, x.advance(stages);
-        }
-
-        __device__ void advance_raw(int stages) {
-            raw_slot = next_slot(raw_slot, RAW_SLOTS);
-            if (raw_left < PER_RAW) return;
-            raw_left -= PER_RAW;
+    // Weights of a step: halves of this warp's two tiles of 16 rows.
+    __device__ void load_w(uint4 (&to)[2][2], int slot, int step) const {
+        const int tile = threadIdx.x / 32 % ROW_WARPS * 2;
 #pragma unroll
-            for (int i = 0; i < PER_RAW; i++) raw.advance(stages);
-        }
+        for (int i = 0; i < 4; i++) to[i / 2][i % 2] = *operand_at(slot, tile + i / 2, step, i % 2);
+    }
+
+    __device__ static uint4 load_x(const unsigned char *own, int step, int n) {
+        const int odd = 64 * ((threadIdx.x & 31) / 4 % 2);
+        return *reinterpret_cast<const uint4 *>(own + (step % 2 ? -odd : odd) + 64 * step +
+                                                n * 8 * TOKEN_BYTES);
+    }
+
+    struct Sums {
+        float of[2][8][4];
     };
 
-    __device__ static int next_slot(int slot, int slots) {
-        return slot + 1 == slots ? 0 : slot + 1;
-    }
-
-    // What a warp holds while it goes through the stream.
-    struct State {
-        float sums[2][8][4], totals[2][8][4];
-        Octet w[2][2];  // of the step that is multiplied next
-        uint4 x[8];     // the same
-        RowScale scale[4];
-        Staged<STEP_ALIGN> rows[4];
-        int tokens, tokens_ahead;  // of this warp in the tile that is multiplied, and loaded
-    };
-
-    // A step with what is loaded, while step NEXT of a raw stage (0: of the next one) is loaded.
-    // between(p, is_before) is called around the products with 16 tokens each.
-    template <int NEXT, class Between>
-    __device__ void make_step(State &now, const Columns &next, bool in_row,
-                              const Between &between) const {
-        Octet w[2][2];
-        const int tokens = LANE >= 32 || in_row ? now.tokens : 0;
-#pragma unroll
-        for (int p = 0; p < 4; p++) {
-            between(p, true);
-            // The same on both ways, so that decoding goes between the products.
-            if ((WHOLE && LANE >= 32) || 16 * p < tokens) {
-                multiply_pair(now, p);
-                load_next<NEXT>(now, next, p, w[p / 2][p % 2]);
-            } else {
-                load_next<NEXT>(now, next, p, w[p / 2][p % 2]);
-            }
-            between(p, false);
-        }
-#pragma unroll
-        for (int p = 0; p < 4; p++) now.w[p / 2][p % 2] = w[p / 2][p % 2];
-    }
-
-    // The step's products with 16 tokens. The two that a sum gets are kept apart: the second waits
-    // for the first.
-    __device__ static void multiply_pair(State &now, int p) {
+    __device__ static void multiply_pair(Sums &sums, const uint4 (&w)[2][2], const uint4 (&x)[2],
+                                         int p) {
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int n = 2 * p + i / 2, m = i % 2;
-                const Octet &low = now.w[m][0], &high = now.w[m][1];
-                multiply(now.sums[m][n], low.pair[2 * half], high.pair[2 * half],
-                         low.pair[2 * half + 1], high.pair[2 * half + 1],
-                         half ? now.x[n].z : now.x[n].x, half ? now.x[n].w : now.x[n].y);
+                const int m = i / 2, n = i % 2;
+                const uint4 &own = w[m][half];
+                multiply(sums.of[m][2 * p + n], own.x, own.y, own.z, own.w, half ? x[n].z : x[n].x,
+                         half ? x[n].w : x[n].y);
             }
     }
 
-    // Activations of 16 tokens and weights of eight rows for step NEXT.
-    template <int NEXT>
-    __device__ void load_next(State &now, const Columns &next, int p, Octet &w) const {
+    // Multiplies a stage, and decodes the next one: FIRST is its first step in its raw stage.
+    template <int FIRST>
+    __device__ void make_stage(Sums &sums, const Share &share, int in_row,
+                               const Staged<STEP_ALIGN> (&rows)[GROUPS], RowScale (&scale)[GROUPS],
+                               int slot) const {
+        const int lane = threadIdx.x & 31;
+        const unsigned char *own =
+            x + slot * X_SLOT_BYTES + (8 * share.first + lane / 4) * TOKEN_BYTES + 16 * (lane & 3);
+        uint4 now[2][2], next[2][2], v[4][2];
+        load_w(now, slot, 0);
 #pragma unroll
-        for (int n = 2 * p; n < 2 * p + 2; n++)
-            if (WHOLE || 8 * n < now.tokens_ahead) now.x[n] = next.load(NEXT % 4, n);
-        w = decode<TYPE, LANE, STEP_ALIGN, WideCodec<TYPE>>(now.rows[p], NEXT, threadIdx.x & 3,
-                                                            book, now.scale[p]);
+        for (int i = 0; i < 4; i++)
+            if (WHOLE || i < share.count) v[i / 2][i % 2] = load_x(own, 0, i);
+        step<FIRST, 0>(sums, share, in_row, rows, scale, slot, own, now, next, v);
+        step<FIRST, 1>(sums, share, in_row, rows, scale, slot, own, next, now, v);
+        step<FIRST, 2>(sums, share, in_row, rows, scale, slot, own, now, next, v);
+        step<FIRST, 3>(sums, share, in_row, rows, scale, slot, own, next, now, v);
     }
 
-    __device__ bool in_row(int stage, int step) const {
-        return LANE >= 32 || stage * STAGE + 32 * step < product.cols;
+    // v holds the activations of pairs p and p + 1 of groups; those of p + 2 are on their way.
+    template <int FIRST, int STEP>
+    __device__ void step(Sums &sums, const Share &share, int in_row,
+                         const Staged<STEP_ALIGN> (&rows)[GROUPS], RowScale (&scale)[GROUPS],
+                         int slot, const unsigned char *own, const uint4 (&now)[2][2],
+                         uint4 (&next)[2][2], uint4 (&v)[4][2]) const {
+        if (STEP < 3) load_w(next, slot, STEP + 1);
+        const int groups = LANE >= 32 || STEP < in_row ? share.count : 0;
+        Octet low;
+#pragma unroll
+        for (int p = 0; p < 4; p++) {
+            // Two pairs ahead: of this step, or the first ones of the next.
+            const int q = (p + 2) % 4, at = STEP + (p + 2) / 4;
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (at < 4 && (WHOLE || 2 * q + i < share.count))
+                    v[q][i] = load_x(own, at, 2 * q + i);
+            // The same on both ways, so that decoding goes between the products.
+            if ((WHOLE && LANE >= 32) || 2 * p < groups) {
+                multiply_pair(sums, now, v[p], p);
+                if (p < GROUPS) decode_part<FIRST + STEP>(rows, scale, slot ^ 1, p, low);
+            } else {
+                if (p < GROUPS) decode_part<FIRST + STEP>(rows, scale, slot ^ 1, p, low);
+            }
+        }
     }
+
+    // What is copied next. The last stage of the stream is copied again and again, to slots that
+    // are not used any more: cheaper than asking.
+    struct Copies {
+        Cursor at;
+        int left;  // stages after this one
+
+        __device__ void advance(int stages, int count) {
+            for (int i = 0; i < count && left > 0; i++) left--, at.advance(stages);
+        }
+    };
 
     // The whole stream of a block. describe(i) starts to write tile i of this block and its
     // sources.
     template <class Describe>
     __device__ void run(int tiles, const Describe &describe) const {
-        const int stages = (product.cols + STAGE - 1) / STAGE;
-        const int token_warp = threadIdx.x / 32 / ROW_WARPS;
-        const int all = tiles * stages;
+        const int stages = (product.cols + STAGE - 1) / STAGE, all = tiles * stages;
         int known = min(tiles, RING - 1);
         for (int i = 0; i < known; i++) describe(i);
         commit_copies();
         wait_copies<0>();
         __syncthreads();
-        Copies copies = {{0, 0}, {0, 0}, all - 1, all - 1, 0, 0};
-        for (int i = 0; i < RAW_SLOTS - 1; i++) {
-            for (int pass = 0; pass < RAW_PASSES; pass++)
-                copy_raw(copies.raw, copies.raw_slot, pass);
-            copies.advance_raw(stages);
-        }
-        for (int i = 0; i < X_AHEAD; i++) {
-            unsigned from[X_COPIES];
-            find_sources<0>(copies.x, from);
-            copy_x<0>(copies.x, copies.x_slot, from);
-            copies.advance_x(stages);
+        Copies x_next = {{0, 0}, all - 1}, raw_next = x_next, decoded = x_next;
+        copy_x(x_next.at, 0);
+        x_next.advance(stages, 1);
+        int raw_slot = 0;  // of the next copies
+        for (int i = 0; i < 2; i++) {
+            copy_raw(raw_next.at, i);
+            raw_next.advance(stages, PER_RAW);
         }
         commit_copies();
         wait_copies<0>();
         __syncthreads();
-        Cursor at = {0, 0}, ahead = {0, 0};
-        State now;
-#pragma unroll
-        for (int i = 0; i < 64; i++)
-            now.sums[i / 32][i / 4 % 8][i % 4] = now.totals[i / 32][i / 4 % 8][i % 4] = 0.0f;
-        int x_used = 0, raw_used = 0;  // slots of the stage that is loaded
-        now.tokens = now.tokens_ahead =
-            __shfl_sync(0xffffffffu, ring[0].count - 64 * token_warp, 0);
-        find_rows(now.rows, ahead, raw_used);
-        Columns columns = columns_of(0);
-#pragma unroll
-        for (int n = 0; n < 8; n++) now.x[n] = columns.load(0, n);
-#pragma unroll
-        for (int p = 0; p < 4; p++)
-            now.w[p / 2][p % 2] = decode<TYPE, LANE, STEP_ALIGN, WideCodec<TYPE>>(
-                now.rows[p], 0, threadIdx.x & 3, book, now.scale[p]);
+        Staged<STEP_ALIGN> rows[GROUPS];
+        RowScale scale[GROUPS];
+        find_rows(rows, decoded.at, 0);
+        decode_all<0>(rows, scale);
+        decode_all<1>(rows, scale);
+        decode_all<2>(rows, scale);
+        decode_all<3>(rows, scale);
+        Cursor at = {0, 0};
         int left_of_slice = product.slice;
+        Sums sums = {}, totals = {};
         for (int s = 0; s < all; s++) {
-            if (at.stage == 0 && known < tiles && at.tile + RING - 1 > known) {
-                describe(known);
-                known++;
-            }
-            const bool is_first = PER_RAW == 1 || at.stage % 2 == 0;
-            if (is_first)
-                three_steps<0>(now, columns, at);
-            else
-                three_steps<PER_RAW == 2 ? 4 : 0>(now, columns, at);
-            wait_copies<PENDING>();
+            wait_copies<0>();
             __syncthreads();
-            ahead.advance(stages);
-            x_used = next_slot(x_used, X_SLOTS);
-            columns = columns_of(x_used);
-            const bool crosses = PER_RAW == 1 || !is_first;
-            if (crosses && s + 1 < all) {
-                raw_used = next_slot(raw_used, RAW_SLOTS);
-                find_rows(now.rows, ahead, raw_used);
+            const bool is_first = PER_RAW == 1 || at.stage % 2 == 0;
+            copy_x(x_next.at, ~s & 1);
+            x_next.advance(stages, 1);
+            if (PER_RAW == 1 || !is_first) {
+                copy_raw(raw_next.at, raw_slot);
+                raw_next.advance(stages, PER_RAW);
+                raw_slot ^= 1;
             }
-            if (s + 1 < all)
-                now.tokens_ahead =
-                    __shfl_sync(0xffffffffu, ring[ahead.tile % RING].count - 64 * token_warp, 0);
-            const bool is_in_row = in_row(at.stage, 3);
-            if (PER_RAW == 1)
-                last_step<0, true>(now, columns, is_in_row, copies);
-            else if (is_first)
-                last_step<4, true>(now, columns, is_in_row, copies);
-            else
-                last_step<0, false>(now, columns, is_in_row, copies);
-            copies.advance_x(stages);
-            if (is_first) copies.advance_raw(stages);
+            if (at.stage == 0 && known < tiles && at.tile + RING - 1 > known) describe(known++);
             commit_copies();
+            decoded.advance(stages, 1);
+            if (PER_RAW == 1 || !is_first)
+                find_rows(rows, decoded.at, PER_RAW == 1 ? ~s & 1 : ~(s / 2) & 1);
+            const Tile &tile = ring[at.tile % RING];
+            // The shuffles tell the compiler that a warp agrees on them.
+            Share share = share_of_tile(tile.count);
+            share = {__shfl_sync(0xffffffffu, share.first, 0),
+                     __shfl_sync(0xffffffffu, share.count, 0)};
+            const int in_row = (product.cols - at.stage * STAGE + 31) / 32;
+            if (PER_RAW == 2 && is_first)
+                make_stage<PER_RAW == 2 ? 4 : 0>(sums, share, in_row, rows, scale, s & 1);
+            else
+                make_stage<0>(sums, share, in_row, rows, scale, s & 1);
             left_of_slice -= STAGE;
             const bool is_last = at.stage + 1 == stages;
             if (left_of_slice == 0 || is_last) {
                 left_of_slice = product.slice;
 #pragma unroll
                 for (int i = 0; i < 64; i++) {
-                    now.totals[i / 32][i / 4 % 8][i % 4] += now.sums[i / 32][i / 4 % 8][i % 4];
-                    now.sums[i / 32][i / 4 % 8][i % 4] = 0.0f;
+                    totals.of[i / 32][i / 4 % 8][i % 4] += sums.of[i / 32][i / 4 % 8][i % 4];
+                    sums.of[i / 32][i / 4 % 8][i % 4] = 0.0f;
                 }
             }
             if (is_last) {
-                store(now, ring[at.tile % RING]);
+                store(totals, tile, share);
 #pragma unroll
-                for (int i = 0; i < 64; i++) now.totals[i / 32][i / 4 % 8][i % 4] = 0.0f;
-                now.tokens = now.tokens_ahead;
+                for (int i = 0; i < 64; i++) totals.of[i / 32][i / 4 % 8][i % 4] = 0.0f;
             }
-            at = ahead;
+            at.advance(stages);
         }
         wait_copies<0>();
     }
 
-    template <int FIRST>
-    __device__ void three_steps(State &now, const Columns &columns, const Cursor &at) const {
-        const auto nothing = [](int, bool) {};
-        make_step<FIRST + 1>(now, columns, in_row(at.stage, 0), nothing);
-        make_step<FIRST + 2>(now, columns, in_row(at.stage, 1), nothing);
-        make_step<FIRST + 3>(now, columns, in_row(at.stage, 2), nothing);
-    }
-
-    // The last step of a stage, with the next copies between its products.
-    template <int NEXT, bool WITH_RAW>
-    __device__ void last_step(State &now, const Columns &columns, bool is_in_row,
-                              const Copies &copies) const {
-        constexpr int n = X_PART;
-        unsigned from[n];
-        make_step<NEXT>(now, columns, is_in_row, [&](int p, bool is_before) {
-            if (is_before) {
-                if (p == 0) find_sources<0>(copies.x, from);
-                if (p == 1) find_sources<n>(copies.x, from);
-                if (p == 2) find_sources<2 * n>(copies.x, from);
-                if (p == 3) find_sources<3 * n>(copies.x, from);
-                return;
-            }
-            if (p == 0) copy_x<0>(copies.x, copies.x_slot, from);
-            if (p == 1) copy_x<n>(copies.x, copies.x_slot, from);
-            if (p == 2) copy_x<2 * n>(copies.x, copies.x_slot, from);
-            if (p == 3) copy_x<3 * n>(copies.x, copies.x_slot, from);
-            if (WITH_RAW && p < RAW_PASSES) copy_raw(copies.raw, copies.raw_slot, p);
-        });
-    }
-
-    __device__ void store(const State &now, const Tile &tile) const {
+    __device__ void store(const Sums &totals, const Tile &tile, const Share &share) const {
         const int lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
         const int row = tile.first_row + 32 * (threadIdx.x / 32 % ROW_WARPS) + g;
-        const int token_warp = threadIdx.x / 32 / ROW_WARPS;
-        float *to = product.out + row +
-                    static_cast<long long>(tile.first + 64 * token_warp + 2 * t) * product.rows;
+        const int first = 8 * share.first + 2 * t;
+        const int tokens = WHOLE ? tile.count : min(tile.count, 8 * (share.first + share.count));
+        float *to = product.out + row + static_cast<long long>(tile.first + first) * product.rows;
 #pragma unroll
         for (int i = 0; i < 64; i++) {
             const int m = i / 32, n = i / 4 % 8, half = i / 2 % 2, token = 8 * n + i % 2;
-            if (row + 16 * m + 8 * half < product.rows && 2 * t + token < now.tokens)
+            if (row + 16 * m + 8 * half < product.rows && first + token < tokens)
                 to[static_cast<long long>(token) * product.rows + 16 * m + 8 * half] =
-                    now.totals[m][n][i % 4] / GAIN<TYPE>;
+                    totals.of[m][n][i % 4] / GAIN<TYPE>;
         }
     }
 };
@@ -416,12 +391,12 @@ __device__ inline int share_of(int tiles) {
 }
 
 // matmul_prompt: any grid, whose blocks go round robin through the tiles, token tiles innermost
-template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS, int X_SLOTS, int RAW_SLOTS>
+template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS>
 __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
     matmul_prompt(const float *, const unsigned short *activations, const unsigned char *data,
                   float *out, long long, long long tokens, long long rows, long long cols,
                   long long slice) {
-    using Block = Many<TYPE, LANE, ALIGN, ROW_WARPS, TOKEN_WARPS, X_SLOTS, RAW_SLOTS, true>;
+    using Block = Many<TYPE, LANE, ALIGN, ROW_WARPS, TOKEN_WARPS, true>;
     extern __shared__ uint4 shared[];
     const Product product = {activations,
                              out,
@@ -493,13 +468,13 @@ struct Experts {
 
 // grouped_prompt: pairs sorted by expert; any grid, whose blocks go round robin through the tiles
 // of (expert, its tokens, weight rows), rows innermost.
-template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS, int X_SLOTS, int RAW_SLOTS>
+template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS>
 __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
     grouped_prompt(const float *, const unsigned short *activations, const long long *blobs,
                    const int *row_of, const int *expert_start, float *out, long long,
                    long long rows, long long cols, long long offset_bytes, long long experts,
                    long long slice) {
-    using Block = Many<TYPE, LANE, ALIGN, ROW_WARPS, TOKEN_WARPS, X_SLOTS, RAW_SLOTS, false>;
+    using Block = Many<TYPE, LANE, ALIGN, ROW_WARPS, TOKEN_WARPS, false>;
     extern __shared__ uint4 shared[];
     const Product product = {
         activations, out, static_cast<int>(rows), static_cast<int>(cols), static_cast<int>(slice),

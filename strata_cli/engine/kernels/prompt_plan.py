@@ -27,7 +27,8 @@ from strata_cli.errors import DeviceError
 
 WARP_ROWS = 32
 WARP_TOKENS = 64
-TOKEN_BYTES = 256  # of one token in a stage of 128 k
+STAGE_BYTES = 256  # of one token, or one row of weights, in a stage of 128 k
+SLOTS = 2  # stages in shared memory
 RING_TILES = 6
 TILE_BYTES = 24
 SLOT_PADDING = 16
@@ -54,12 +55,10 @@ class Gpu(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A block: its warps, and stages of activations and of raw rows in shared memory."""
+    """The warps of a block: 32 weight rows each one way, 64 activation rows the other."""
 
     row_warps: int
     token_warps: int
-    x_slots: int
-    raw_slots: int
 
     @property
     def rows(self) -> int:
@@ -78,12 +77,8 @@ class Shape(NamedTuple):
 
 
 # In order of preference. Wide tiles read least; small ones and 160 rows suit narrow matrices.
-DENSE = tuple(
-    Shape(*warps, 3, raw_slots)
-    for warps in ((4, 2), (4, 1), (5, 1), (2, 1), (1, 1))
-    for raw_slots in (3, 2)
-)
-GROUPED = tuple(Shape(r, 1, 3, raw_slots) for r in (4, 2, 1) for raw_slots in (3, 2))
+DENSE = tuple(Shape(*warps) for warps in ((4, 2), (4, 1), (5, 1), (2, 2), (2, 1), (1, 1)))
+GROUPED = tuple(Shape(*warps) for warps in ((4, 2), (2, 2), (4, 1), (2, 1), (1, 1)))
 
 
 def is_long(matrix: Matrix) -> bool:
@@ -96,24 +91,19 @@ def _book_bytes(qtype: QuantType) -> int:
 
 
 def prompt_shared_bytes(matrix: Matrix, shape: Shape, experts: int = 0) -> int:
-    """Raw rows, activations, the tiles known and where their tokens are, code book, prefix sums."""
+    """Raw rows, activations, weights, known tiles and their tokens, code book, sums of tiles."""
     raw_bytes = matrix.bytes_of(256 if is_long(matrix) else 128)
     chunks = blocks(raw_bytes + 16 - math.gcd(matrix.align, raw_bytes), 16) | 1
-    raw = shape.raw_slots * (shape.rows * 16 * chunks + SLOT_PADDING)
+    slot = shape.rows * 16 * chunks + SLOT_PADDING + (shape.tokens + shape.rows) * STAGE_BYTES
     known = RING_TILES * (TILE_BYTES + 4 * shape.tokens) + 64  # read, not used, beyond the last
     rest = _book_bytes(matrix.qtype) + (6 * (experts + 1) if experts else 0)
-    return raw + shape.x_slots * shape.tokens * TOKEN_BYTES + known + rest
-
-
-def _slots_suffice(matrix: Matrix, shape: Shape) -> bool:
-    """Copies of raw rows must begin two stages before they are used."""
-    return (2 if is_long(matrix) else 1) * (shape.raw_slots - 1) >= 2
+    return SLOTS * slot + known + rest
 
 
 def _resident(matrix: Matrix, shape: Shape, gpu: Gpu, experts: int) -> int:
     """Blocks that a multiprocessor holds at once; 0: not even one fits."""
     nbytes = prompt_shared_bytes(matrix, shape, experts)
-    if nbytes > gpu.shared_bytes or not _slots_suffice(matrix, shape):
+    if nbytes > gpu.shared_bytes:
         return 0
     all_bytes = gpu.shared_bytes + BLOCK_SHARED_BYTES
     return max(
@@ -196,7 +186,9 @@ def grouped_prompt_plan(
     Raises:
         DeviceError: no candidate fits.
     """
-    choice = _choose(matrix, candidates, pairs, gpu, experts)
+    # How many tiles there are depends on the routing, so no shape is known to end first.
+    fitting = [shape for shape in candidates if _resident(matrix, shape, gpu, experts)]
+    choice = _choose(matrix, fitting[:1], pairs, gpu, experts)
     tiles = pairs // choice.shape.tokens + min(pairs, experts)
     row_tiles = blocks(matrix.rows, choice.shape.rows)
     return _plan("grouped_prompt", matrix, choice, tiles * row_tiles, gpu, experts)
