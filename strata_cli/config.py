@@ -43,7 +43,8 @@ T = TypeVar("T")
 PREFIX = "STRATA_"
 TEST_PREFIX = "STRATA_TEST_"  # what the tests are told, not the engine
 
-LARGEST_FILE_BYTES = 1 << 20
+LARGEST_FILE_BYTES = 1 << 16
+MOST_DOTS = 64  # in one line: the parser's memory grows with the square of a dotted key's parts
 LONGEST_NAME = 64  # a name is not compared with the real ones beyond that
 
 
@@ -217,8 +218,8 @@ class StrataConfig:
             ConfigError: a value does not parse or is out of range, or the config file cannot be
                 read or has an unknown key.
         """
-        file = _find("config", flags, environ, {})
-        table = {} if file is None else read_config_file(_config_path(file))
+        file = config_file(flags, environ)
+        table = {} if file is None else read_config_file(file)
         values = {}
         for spec in fields(cls):
             given = _find(spec.name, flags, environ, table)
@@ -278,6 +279,16 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
     return {variable: name and variable_of(name) for variable, name in close.items()}
 
 
+def config_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
+    """The config file that --config or STRATA_CONFIG names.
+
+    Raises:
+        ConfigError: that is no path.
+    """
+    given = _find("config", flags, environ, {})
+    return None if given is None else _config_path(given)
+
+
 def read_config_file(path: Path) -> dict[str, Given]:
     """The settings of a TOML file, by field name.
 
@@ -314,11 +325,19 @@ def _read_toml(path: Path) -> dict[str, Any]:
             hint="it holds settings alone, one a line, such as: threads = 4",
         )
     try:
-        return tomllib.loads(data.decode())
+        text = data.decode("utf-8-sig")  # editors of some systems put a mark in front
+        _check_dots(text, shown)
+        return tomllib.loads(text)
     except RecursionError:
         raise _not_toml(shown, "nested too deeply") from None
     except ValueError as error:  # not TOML, or not UTF-8
         raise _not_toml(shown, _cut(str(error))) from error
+
+
+def _check_dots(text: str, shown: str) -> None:
+    for index, line in enumerate(text.splitlines(), 1):
+        if not line.lstrip().startswith("#") and line.count(".") > MOST_DOTS:
+            raise _not_toml(shown, f"line {index} has more than {MOST_DOTS} dots")
 
 
 def _not_toml(shown: str, problem: str) -> ConfigError:
@@ -335,7 +354,8 @@ def _cut(problem: str) -> str:
 def _unknown_key(key: str, path: Path) -> ConfigError:
     close = nearest(key, field_names())
     hint = f"did you mean {close}?" if close else f"known keys: {', '.join(field_names())}"
-    shown = key if key.isprintable() and len(key) <= LONGEST_NAME else quoted(key)
+    is_plain = key.isprintable() and 0 < len(key) <= LONGEST_NAME
+    shown = key if is_plain else quoted(key)
     return ConfigError(f"unknown key {shown} in {path_text(path)}", hint=hint)
 
 
