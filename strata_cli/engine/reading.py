@@ -178,8 +178,17 @@ def _check_room(engine: Engine, sequence: Sequence, request: ReadRequest) -> Non
         raise InputError(
             f"{len(request.ids)} prompt tokens and {request.max_tokens} tokens to generate do not "
             f"fit the context of {engine.context_tokens} tokens",
-            hint="shorten the prompt, lower --max-tokens or raise --max-context",
+            hint=_room_hint(engine, request),
         )
+
+
+def _room_hint(engine: Engine, request: ReadRequest) -> str:
+    ways = ["shorten the prompt"]
+    if request.max_tokens:
+        ways.append("lower --max-tokens")
+    if engine.context_tokens < engine.spec.context_tokens:
+        ways.append(f"raise --max-context, to {engine.spec.context_tokens} at most")
+    return " or ".join([", ".join(ways[:-1]), ways[-1]]) if ways[1:] else ways[0]
 
 
 def _generate(
