@@ -68,7 +68,7 @@ def quoted(text: str) -> str:
     return f"{text[: LONGEST_VALUE - 20]!r}… ({len(text)} characters)"
 
 
-def path_text(path: Path) -> str:
+def path_text(path: Path | str) -> str:
     """A path for a message: as it is, quoted where it would not print, cut where it is long."""
     text = str(path)
     shown = text if text.isprintable() else repr(text)

@@ -7,6 +7,7 @@ digits of other scripts, which are typing errors more often than wishes.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -201,6 +202,12 @@ def _to_path(text: str) -> Path:
         ) from None
 
 
+def _to_new_path(text: str) -> str:
+    """Unlike a Path, keeps the slash at the end that makes it a folder."""
+    _to_path(text)
+    return os.path.expanduser(text)
+
+
 def _to_trace_target(text: str) -> str:
     """Nothing for nowhere, "1" for stderr; a file of that name is given with its folder."""
     if text in ("0", "1"):
@@ -220,6 +227,13 @@ boolean: Parser[bool] = Parser(
 
 file_path: Parser[Path] = Parser(
     expected="the path of a file", metavar="PATH", convert=_to_path, accepts=lambda _value: True
+)
+
+new_file_path: Parser[str] = Parser(
+    expected="the path of a file",
+    metavar="PATH",
+    convert=_to_new_path,
+    accepts=lambda _value: True,
 )
 
 trace_target: Parser[str] = Parser(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.commands.interrupts import interrupts
-from strata_cli.errors import ConfigError, InputError, StrataError
+from strata_cli.errors import ConfigError, InputError, StrataError, path_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LogitsFile:
                 _replace(self.target, logits)
         except OSError as error:
             raise StrataError(
-                f"cannot write {self.path}: {error.strerror}",
+                f"cannot write {path_text(self.path)}: {error.strerror}",
                 hint="check the folder and its space",
             ) from error
 
@@ -61,8 +61,11 @@ def check_logits_file(flag: str, path: str, inputs: Mapping[str, str]) -> Logits
         InputError: nothing can be written there.
         ConfigError: it is where results go, or one of the inputs.
     """
-    if not path:
-        raise InputError(f"{flag} needs a file, got an empty path", hint=f"{flag} logits.npy")
+    if path == "-":
+        raise InputError(
+            f"{flag} needs a file; - is none, and stdout is where the result goes",
+            hint="name a file, or write ./- for one of that name",
+        )
     try:
         status = _status(path)
         if status is not None:
@@ -70,7 +73,7 @@ def check_logits_file(flag: str, path: str, inputs: Mapping[str, str]) -> Logits
         return LogitsFile(path, _target(path, status))
     except OSError as error:
         raise InputError(
-            f"{flag}: cannot write {path}: {error.strerror}",
+            f"{flag}: cannot write {path_text(path)}: {error.strerror}",
             hint="name a file in a folder of yours",
         ) from error
 
@@ -85,7 +88,7 @@ def check_distinct(one: LogitsFile | None, other: LogitsFile | None) -> None:
         return
     if os.path.realpath(one.path) == os.path.realpath(other.path):
         raise ConfigError(
-            f"--logits-out and --all-logits-out are the same file, {one.path}",
+            f"--logits-out and --all-logits-out are the same file, {path_text(one.path)}",
             hint="give each its own",
         )
 
@@ -105,18 +108,27 @@ def _status(path: str) -> os.stat_result | None:
 def _check_other_uses(
     flag: str, path: str, status: os.stat_result, inputs: Mapping[str, str]
 ) -> None:
-    with contextlib.suppress(OSError):  # a closed stdout is another error
-        if os.path.samestat(status, os.fstat(1)) and not stat.S_ISCHR(status.st_mode):
-            raise ConfigError(
-                f"{flag}: {path} is stdout, where the result goes", hint="name another file"
-            )
+    shown = path_text(path)
+    if _is_open_as(1, status) and not stat.S_ISCHR(status.st_mode):
+        raise ConfigError(
+            f"{flag}: {shown} is stdout, where the result goes", hint="name another file"
+        )
+    if _is_open_as(2, status) and stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{flag}: {shown} is stderr, where messages go", hint="name another file")
     for what, name in inputs.items():
         with contextlib.suppress(OSError):  # a missing input is another error
             if stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.stat(name)):
                 raise ConfigError(
-                    f"{flag}: {path} is the {what}, which this would overwrite",
+                    f"{flag}: {shown} is the {what}, which this would overwrite",
                     hint="name another file",
                 )
+
+
+def _is_open_as(descriptor: int, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(status, os.fstat(descriptor))
+    except OSError:  # closed; that is another error
+        return False
 
 
 def _target(path: str, status: os.stat_result | None) -> str | None:

@@ -15,6 +15,7 @@ from strata_cli.engine.decode.sampling import Sampler
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.experts.sizing import RING_BYTES, RingRules
 from strata_cli.engine.experts.streaming import StreamOptions
+from strata_cli.engine.model.shards import files_of_model
 from strata_cli.engine.prefill.prompt_stream import StreamRules
 from strata_cli.engine.trace import STDERR, Sink, Trace, open_trace
 from strata_cli.models import DEMO_MODEL_PATH
@@ -31,6 +32,13 @@ ENGINE_SETTINGS = (
     "expert_profile",
 )
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
+
+
+def model_files(config: StrataConfig) -> dict[str, str]:
+    """The files of the model that the settings name, by what they are."""
+    model = config.model or DEMO_MODEL_PATH
+    shards = {f"model's shard {path.name}": os.fspath(path) for path in files_of_model(model)}
+    return {"model": os.fspath(model), **shards}
 
 
 @contextmanager
@@ -111,7 +119,7 @@ def _streaming(config: StrataConfig) -> StreamRules:
 
 def _check_outputs(config: StrataConfig) -> None:
     """Refuse to write over the model, or where nothing can be written."""
-    inputs = {"model": os.fspath(config.model or DEMO_MODEL_PATH)}
+    inputs = model_files(config)
     if config.trace not in ("", STDERR):
         check_logits_file("STRATA_TRACE", config.trace, inputs)
     if config.prefill_dump_r is not None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -13,6 +14,7 @@ import click
 from strata_cli.config import (
     LONGEST_NAME,
     StrataConfig,
+    config_file,
     flag_of,
     parser_of,
     unknown_variables,
@@ -70,6 +72,11 @@ def changed_config(flags: Mapping[str, Any], name: str, value: str) -> StrataCon
         ConfigError: a value is wrong; the message names its flag, variable or key.
     """
     return StrataConfig.load({**flags, name: value}, os.environ)
+
+
+def config_file_of(flags: Mapping[str, Any]) -> Path | None:
+    """The config file that load_config reads for the same flags."""
+    return config_file(flags, os.environ)
 
 
 def written(parse: Parser[T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,21 @@ class PromptSource:
 
 def _conflict(one: str, other: str, hint: str) -> ConfigError:
     return ConfigError(f"{one} and {other} cannot be used together", hint=hint)
+
+
+def argument_text(text: str, name: str) -> str:
+    """What the bytes of an argument say as UTF-8, whatever the locale made of them.
+
+    Args:
+        text: as Python has it: bytes that its locale could not decode are half surrogate pairs.
+        name: the argument's, for the message.
+
+    Raises:
+        InputError: the bytes are not UTF-8.
+    """
+    if not any("\udc80" <= character <= "\udcff" for character in text):
+        return text
+    return _decode(os.fsencode(text), name)
 
 
 def parse_ids(text: str, flag: str) -> list[int]:

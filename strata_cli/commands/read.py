@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -13,27 +12,43 @@ import click
 import orjson
 
 from strata_cli.commands.logits_file import LogitsFile, check_distinct, check_logits_file
-from strata_cli.commands.opening import ENGINE_SETTINGS, SAMPLING_SETTINGS, open_engine, sampler_of
-from strata_cli.commands.options import config_options, load_config, written
+from strata_cli.commands.opening import (
+    ENGINE_SETTINGS,
+    SAMPLING_SETTINGS,
+    model_files,
+    open_engine,
+    sampler_of,
+)
+from strata_cli.commands.options import config_file_of, config_options, load_config, written
 from strata_cli.commands.progress import progress_bar
-from strata_cli.commands.prompt import PromptSource, parse_ids
+from strata_cli.commands.prompt import PromptSource, argument_text, parse_ids
 from strata_cli.commands.report import as_json, as_table
 from strata_cli.commands.streams import require_stdout
 from strata_cli.engine import reading
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.model.tokenizer import StreamDecoder
 from strata_cli.engine.reading import ReadRequest, ReadResult
-from strata_cli.models import DEMO_MODEL_PATH
-from strata_cli.parsers import file_path, whole_number
+from strata_cli.parsers import file_path, new_file_path, whole_number
 
 DEFAULT_TOP = 5
 
+STDIN_FILE = "/dev/stdin"
+
 FILE = written(file_path)
+NEW_FILE = written(new_file_path)
 COUNT = written(whole_number(0))
 
 
+def _text(_context: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Callback of an option or argument that is one text, or a tuple of texts."""
+    name = param.human_readable_name if isinstance(param, click.Argument) else param.opts[-1]
+    if isinstance(value, tuple):
+        return tuple(argument_text(text, name) for text in value)
+    return None if value is None else argument_text(value, name)
+
+
 @click.command(short_help="Read one prompt: next-token probabilities, or text.")
-@click.argument("prompt", required=False)
+@click.argument("prompt", required=False, callback=_text)
 @click.option(
     "-f",
     "--file",
@@ -47,18 +62,28 @@ COUNT = written(whole_number(0))
 )
 @click.option("--raw", is_flag=True, help="Read the text as it is, without a chat template.")
 @click.option("--chat", is_flag=True, help="Read as a user's turn (the default when possible).")
-@click.option("--system", metavar="TEXT", help="System message in front of the chat.")
+@click.option(
+    "--system", callback=_text, metavar="TEXT", help="System message in front of the chat."
+)
 @click.option("--top", callback=COUNT, metavar="K", help="Report the K likeliest tokens.")
 @click.option(
-    "--allowed", multiple=True, metavar="TEXT", help="Report this one-token text. Repeatable."
+    "--allowed",
+    multiple=True,
+    callback=_text,
+    metavar="TEXT",
+    help="Report this one-token text. Repeatable.",
 )
 @click.option("--allowed-token-ids", metavar="IDS", help="Report these token ids: 1,2,3.")
 @click.option(
     "--max-tokens", callback=COUNT, default="0", metavar="N", help="Generate up to N tokens."
 )
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
-@click.option("--logits-out", metavar="FILE.npy", help="Save the last logits, [V].")
-@click.option("--all-logits-out", metavar="FILE.npy", help="Save all logits, [T, V].")
+@click.option(
+    "--logits-out", callback=NEW_FILE, metavar="FILE.npy", help="Save the last logits, [V]."
+)
+@click.option(
+    "--all-logits-out", callback=NEW_FILE, metavar="FILE.npy", help="Save all logits, [T, V]."
+)
 @config_options(*ENGINE_SETTINGS, "deterministic", *SAMPLING_SETTINGS, "state_hash", "progress")
 def read(
     prompt: str | None,
@@ -100,8 +125,7 @@ def read(
     )
     source.check()
     require_stdout()
-    model = config.model or DEMO_MODEL_PATH
-    inputs = {"model": model, "prompt's file": file, "tokens' file": tokens_file}
+    inputs = model_files(config) | _input_files(source, config_file_of(flags))
     last_file = _logits_file("--logits-out", logits_out, inputs)
     all_file = _logits_file("--all-logits-out", all_logits_out, inputs)
     check_distinct(last_file, all_file)
@@ -166,13 +190,18 @@ class TextWriter:
             click.echo(result.state_hash.line())
 
 
-def _logits_file(
-    flag: str, path: str | None, inputs: Mapping[str, Path | None]
-) -> LogitsFile | None:
-    if path is None:
-        return None
-    names = {what: os.fspath(name) for what, name in inputs.items() if name is not None}
-    return check_logits_file(flag, path, names)
+def _input_files(source: PromptSource, config_file: Path | None) -> dict[str, str]:
+    files = {
+        "config file": config_file,
+        "prompt's file": source.file,
+        "tokens' file": source.tokens_file,
+        "prompt on stdin": STDIN_FILE if source.is_from_stdin() else None,
+    }
+    return {what: str(path) for what, path in files.items() if path is not None}
+
+
+def _logits_file(flag: str, path: str | None, inputs: Mapping[str, str]) -> LogitsFile | None:
+    return None if path is None else check_logits_file(flag, path, inputs)
 
 
 def _top(top: int | None, has_allowed: bool, max_tokens: int) -> int:

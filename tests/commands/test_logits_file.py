@@ -7,6 +7,7 @@ import resource
 import socket
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -77,18 +78,24 @@ def test_a_device_is_written_and_stays_a_device(tmp_path: Path) -> None:
 def test_a_pipe_gets_the_whole_array(tmp_path: Path) -> None:
     pipe, large = tmp_path / "pipe", np.zeros((40, 999), np.float32)
     os.mkfifo(pipe)
-    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+    # To a file: a pipe that is read only when all is written might be too small.
+    with (
+        (tmp_path / "output").open("wb") as output,
+        subprocess.Popen(["cat", str(pipe)], stdout=output) as reader,
+    ):
         check(pipe).save(large)
-        output, _ = reader.communicate(timeout=20)
+        assert reader.wait(timeout=20) == 0
     np.save(tmp_path / "expected.npy", large)
-    assert output == (tmp_path / "expected.npy").read_bytes()
+    assert (tmp_path / "output").read_bytes() == (tmp_path / "expected.npy").read_bytes()
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("", "empty"),
+        ("", "must be the path of a file, got ''"),
+        ("-", "- is none, and stdout is where the result goes"),
+        ("~nosuchuser/x", "that user has no home folder here"),
         ("/", "Is a directory"),
         ("{tmp}", "Is a directory"),
         ("{tmp}/..", "Is a directory"),
@@ -158,6 +165,62 @@ def test_an_input_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is the model"):
         check(link, model=str(model))
     check(tmp_path / "new", model=str(model), prompt=str(tmp_path / "none"))
+
+
+def files_read(tmp_path: Path) -> dict[str, list[str]]:
+    """Files that a run reads, and the arguments that make it read them."""
+    files = ["config.toml", "prompt.txt", "ids.json", "m-00001-of-00002.gguf"]
+    for name in [*files, "m-00002-of-00002.gguf"]:
+        (tmp_path / name).touch()
+    config, prompt, ids, shard = (str(tmp_path / name) for name in files)
+    return {
+        "config.toml": ["x", "--config", config],
+        "prompt.txt": ["--file", prompt],
+        "ids.json": ["--tokens-file", ids],
+        "m-00001-of-00002.gguf": ["x", "--model", shard],
+        "m-00002-of-00002.gguf": ["x", "--model", shard],
+    }
+
+
+@pytest.mark.parametrize("flag", ["--logits-out", "--all-logits-out"])
+def test_no_file_that_a_run_reads_is_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    for name, args in files_read(tmp_path).items():
+        assert run(strata, ["read", *args, flag, str(tmp_path / name)]) == 2
+        assert "which this would overwrite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stream", "what"),
+    [("stdin", "prompt on stdin"), ("stdout", "where the result goes"), ("stderr", "messages go")],
+)
+def test_no_standard_stream_that_is_a_file_is_overwritten(
+    tmp_path: Path, stream: str, what: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("x")
+    command = [sys.executable, "-m", "strata_cli", "read", "-", "--logits-out", str(path)]
+    with path.open("r" if stream == "stdin" else "a") as file:
+        files = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ended = subprocess.run(command, **{**files, stream: file}, check=False)  # type: ignore[call-overload]  # streams by name
+    assert ended.returncode == 2
+    assert what in (path.read_text() if stream == "stderr" else ended.stderr.decode())
+    assert path.read_text().startswith("x")
+
+
+def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def see(_flag: str, path: str, _inputs: object) -> None:
+        seen.append(path)
+        raise InputError("seen")
+
+    monkeypatch.setattr("strata_cli.commands.read.check_logits_file", see)
+    for path in ("~/x.npy", "~/new/"):
+        assert run(strata, ["read", "x", f"--logits-out={path}"]) == 2
+    assert seen == [f"{tmp_path}/x.npy", f"{tmp_path}/new/"]
 
 
 @pytest.mark.parametrize("old", ["old", None])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strata_cli.commands.prompt import PromptSource, parse_ids
+from strata_cli.commands.prompt import PromptSource, argument_text, parse_ids
 from strata_cli.errors import InputError
 
 
@@ -112,3 +112,11 @@ def test_a_file_of_ids_is_json(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(InputError, match="is not valid JSON"):
         source(tokens_file=path).read()
+
+
+def test_an_argument_is_utf_8_whatever_the_locale() -> None:
+    assert argument_text("näher", "PROMPT") == "näher"
+    in_ascii = "näher".encode().decode("ascii", "surrogateescape")
+    assert argument_text(in_ascii, "PROMPT") == "näher"
+    with pytest.raises(InputError, match="--system is not UTF-8 text: byte 0xff at offset 3"):
+        argument_text("ä.\udcff", "--system")

@@ -7,6 +7,7 @@ model.
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -98,6 +99,15 @@ def shard_paths(path: Path, split: SplitInfo) -> list[Path]:
         for number in range(1, split.num_shards + 1)
     )
     return [path.with_name(name) for name in names]
+
+
+def files_of_model(path: Path) -> list[Path]:
+    """The files that are shards of one model with path by their names; without those, path."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    pattern = f"{glob.escape(match['stem'])}-?????-of-{match['count']}.gguf"
+    return sorted({path, *path.parent.glob(pattern)})
 
 
 def model_stem(path: Path) -> str:
