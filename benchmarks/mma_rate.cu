@@ -8,7 +8,8 @@
 constexpr int TURNS = 2000;
 
 __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -21,9 +22,9 @@ __device__ inline unsigned halves(unsigned seed) {
     return ((seed ^ seed >> 13) & 0x87ff87ffu) | 0x34003400u;
 }
 
-// SUMS accumulators per warp: 32 is a tile of 64 x 64. Loads and operations are volatile, so they
-// stay where they are: spread evenly over the 64 products.
-template <int SUMS, int WIDE, int NARROW, int ALU, bool MATRIX>
+// KINDS: left operands that take turns. SUMS accumulators per warp: 32 is a tile of 64 x 64. Loads
+// and operations are volatile, so they stay where they are: spread evenly over the 64 products.
+template <int SUMS, int WIDE, int NARROW, int ALU, bool MATRIX, int KINDS>
 __global__ void __launch_bounds__(SUMS == 32 ? 256 : 512) rate(float *out, long long *clocks) {
     extern __shared__ uint4 shared[];
     for (int i = threadIdx.x; i < 4096; i += blockDim.x)
@@ -34,11 +35,13 @@ __global__ void __launch_bounds__(SUMS == 32 ? 256 : 512) rate(float *out, long 
     const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
     const unsigned wide = base + 16 * lane, narrow = base + 4 * lane;
     float sums[SUMS][4] = {};
-    unsigned a[4], b[8][4], words[8], loaded[4] = {};
+    unsigned a[KINDS][4], b[8][4], words[8], loaded[4] = {};
 #pragma unroll
     for (int i = 0; i < 32; i++) b[i / 4][i % 4] = halves(threadIdx.x + 999 * i);
 #pragma unroll
-    for (int i = 0; i < 8; i++) a[i % 4] = halves(threadIdx.x + 77 * i), words[i] = a[i % 4] + i;
+    for (int i = 0; i < 4 * KINDS; i++) a[i / 4][i % 4] = halves(threadIdx.x + 77 * i);
+#pragma unroll
+    for (int i = 0; i < 8; i++) words[i] = halves(threadIdx.x + 55 * i);
     const long long start = clock64();
 #pragma unroll 1
     for (int turn = 0; turn < TURNS; turn++) {
@@ -74,7 +77,8 @@ __global__ void __launch_bounds__(SUMS == 32 ? 256 : 512) rate(float *out, long 
                                  : "+r"(words[j % 8])
                                  : "r"(words[(j + 1) % 8]));
             }
-            multiply(sums[i % SUMS], a, b[i / 2 % 8][i % 2 * 2], b[i / 2 % 8][i % 2 * 2 + 1]);
+            multiply(sums[i % SUMS], a[i % KINDS], b[i / 2 % 8][i % 2 * 2],
+                     b[i / 2 % 8][i % 2 * 2 + 1]);
         }
     }
     const long long end = clock64();
@@ -88,9 +92,9 @@ __global__ void __launch_bounds__(SUMS == 32 ? 256 : 512) rate(float *out, long 
     if (threadIdx.x == 0) clocks[blockIdx.x] = end - start;
 }
 
-template <int SUMS, int WIDE, int NARROW, int ALU, bool MATRIX = false>
+template <int SUMS, int WIDE, int NARROW, int ALU, bool MATRIX = false, int KINDS = 1>
 void measure(int warps, int blocks, float *out, long long *clocks) {
-    auto kernel = rate<SUMS, WIDE, NARROW, ALU, MATRIX>;
+    auto kernel = rate<SUMS, WIDE, NARROW, ALU, MATRIX, KINDS>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 65536);
     cudaEvent_t start, end;
     cudaEventCreate(&start), cudaEventCreate(&end);
@@ -135,6 +139,12 @@ int main() {
         measure<32, 8, 32, 256>(warps, n, out, clocks);
         measure<32, 16, 32, 128>(warps, n, out, clocks);
         measure<32, 8, 64, 192>(warps, n, out, clocks);
+        measure<32, 0, 0, 0, false, 2>(warps, n, out, clocks);
+        measure<32, 0, 0, 0, false, 4>(warps, n, out, clocks);
+        measure<32, 16, 0, 0, false, 4>(warps, n, out, clocks);
+        measure<32, 16, 0, 64, false, 4>(warps, n, out, clocks);
+        measure<32, 16, 0, 128, false, 4>(warps, n, out, clocks);
+        measure<32, 16, 32, 128, false, 2>(warps, n, out, clocks);
         measure<16, 0, 0, 0>(warps, n, out, clocks);
         measure<16, 16, 32, 128>(warps, n, out, clocks);
     }
