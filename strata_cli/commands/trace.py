@@ -26,6 +26,7 @@ from strata_cli.config import StrataConfig
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.measuring.perfetto import as_perfetto
 from strata_cli.engine.measuring.summary import summarize
+from strata_cli.engine.measuring.timing import read_before
 from strata_cli.engine.reading import ReadRequest
 from strata_cli.engine.trace import Event, read_trace
 from strata_cli.errors import ConfigError, StrataError, path_text
@@ -79,6 +80,13 @@ IDENTITY_TOKENS = 64  # generated, where nothing else is asked for
     help="Timed reads of each arm, after one that warms up; their median counts.  [1]",
 )
 @click.option(
+    "--reuse",
+    callback=written(whole_number(0)),
+    default="0",
+    metavar="N",
+    help="Read the first N tokens of the prompt before, untimed and not shown.  [0]",
+)
+@click.option(
     "--max-tokens",
     callback=written(whole_number(0)),
     metavar="N",
@@ -101,6 +109,7 @@ def trace(
     ab: trace_arms.Switch | None,
     identity: bool,
     repeat: int,
+    reuse: int,
     max_tokens: int | None,
     is_json: bool,
     **flags: Any,
@@ -151,10 +160,10 @@ def trace(
         return ReadRequest(ids=ids, max_tokens=wanted, sampler=sampler_of(config))
 
     if ab is None:
-        events = _run(config, request_of, will_chat=will_chat, warms_up=warm_up)
+        events = _run(config, request_of, will_chat=will_chat, warms_up=warm_up, reuse=reuse)
         _show(events, perfetto, every_layer=every_layer, is_json=is_json)
         return 0
-    arms = Arms(flags, ab, request_of, will_chat)
+    arms = Arms(flags, ab, request_of, will_chat, reuse)
     return _identity(arms, is_json=is_json) if identity else _time(arms, repeat, is_json=is_json)
 
 
@@ -187,18 +196,20 @@ def _run(
     *,
     will_chat: bool,
     warms_up: bool,
+    reuse: int,
 ) -> list[Event]:
     events: list[Event] = []
     with open_engine(config, will_chat=will_chat, sinks=(events.append,)) as engine:
-        ids = request_of(engine, config).ids
+        request = request_of(engine, config)
         if warms_up:
             with engine.sequence() as sequence:
-                sequence.prefill(ids)
-            events[:] = [event for event in events if event["ev"] == "run.begin"]
+                sequence.prefill(request.ids)
         with (
             engine.sequence() as sequence,
             progress_bar("reading", "tok", config.progress) as progress,
         ):
+            ids = read_before(sequence, request, reuse).ids
+            events[:] = [event for event in events if event["ev"] == "run.begin"]
             sequence.prefill(ids, progress=progress)
     return sorted(events, key=lambda event: int(event["t_ns"]))
 

@@ -25,7 +25,7 @@ from strata_cli.engine.measuring import identity, pairs
 from strata_cli.engine.measuring.identity import Fingerprint
 from strata_cli.engine.measuring.pairs import Comparison
 from strata_cli.engine.measuring.summary import summarize
-from strata_cli.engine.measuring.timing import compare_arms, time_reads
+from strata_cli.engine.measuring.timing import compare_arms, read_before, time_reads
 from strata_cli.engine.reading import ReadRequest, read
 from strata_cli.engine.trace import Event
 from strata_cli.errors import ConfigError, quoted
@@ -55,12 +55,14 @@ class Arms:
         switch: the setting that differs.
         request_of: what is read, given the engine and the settings of the arm.
         will_chat: the prompt goes through the chat template.
+        reuse: tokens of the prompt that are read before, untimed.
     """
 
     flags: Mapping[str, Any]
     switch: Switch
     request_of: RequestOf
     will_chat: bool
+    reuse: int
 
     def config(self, value: str) -> StrataConfig:
         """The settings of an arm.
@@ -135,7 +137,8 @@ def time_arms(arms: Arms, repeat: int) -> list[Comparison]:
         logger.info("arm %d of %d: %s=%s", number, len(pairs.ARMS), arms.switch.name, value)
         config = arms.config(value)
         with open_engine(config, will_chat=arms.will_chat) as engine:
-            times.append(time_reads(engine, arms.request_of(engine, config), repeat))
+            request = arms.request_of(engine, config)
+            times.append(time_reads(engine, request, repeat, arms.reuse))
     return compare_arms(times)
 
 
@@ -174,7 +177,7 @@ def _fingerprint(arms: Arms, value: str, dump: Path, events: list[Event]) -> Fin
     with open_engine(config, will_chat=arms.will_chat, sinks=(events.append,)) as engine:
         request = replace(arms.request_of(engine, config), state_hash=True)
         with engine.sequence() as sequence:
-            result = read(engine, sequence, request)
+            result = read(engine, sequence, read_before(sequence, request, arms.reuse))
     return Fingerprint.of(result, len(request.ids), dump)
 
 

@@ -53,12 +53,16 @@ def as_json(run: RunSummary) -> Any:
         "tokens_per_s": run.tokens_per_s,
         "link_share": run.link_share,
         "link_gbps": run.traffic.link_gbps,
+        "avoided_share": run.traffic.avoided_share,
+        "needed_ms": run.traffic.needed_ms,
         "chunks": [
             {
                 **asdict(chunk),
                 "wall_us": chunk.wall_us,
                 "link_share": chunk.link_share,
                 "link_gbps": chunk.traffic.link_gbps,
+                "avoided_share": chunk.traffic.avoided_share,
+                "needed_ms": chunk.traffic.needed_ms,
             }
             for chunk in run.chunks
         ],
@@ -77,11 +81,13 @@ def _head(run: RunSummary) -> Iterator[str]:
         return
     yield (
         f"experts: {total.copied} copied, {total.skipped} skipped, {total.resident} resident, "
-        f"{total.cpu} on the CPU"
+        f"{total.cpu} on the CPU; of {total.unrouted} that no token wanted "
+        f"{100 * total.avoided_share:.1f} % did not come"
     )
     yield (
         f"link: busy for {100 * run.link_share:.1f} % of the prompt, "
-        f"{total.bytes / 1e6:.1f} MB at {total.link_gbps:.2f} GB/s"
+        f"{total.bytes / 1e6:.1f} MB at {total.link_gbps:.2f} GB/s; "
+        f"for what was needed {total.needed_ms:.2f} ms are enough"
     )
     yield (
         f"waits: the device for copies {total.copy_wait_us / 1e3:.2f} ms, "

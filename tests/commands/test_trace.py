@@ -73,6 +73,14 @@ def test_a_prompt_is_streamed_and_shown(
         assert sum(copied) == traffic["copied"]
 
 
+def test_tokens_that_are_reused_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    result = trace_json(capsys, *PROMPT, "--reuse", "15", "--warm-up")
+    assert result["tokens"] == 5
+    assert [chunk["position"] for chunk in result["chunks"]] == [15]
+    assert run(strata, ["trace", *PROMPT, "--reuse", "20"]) == 2
+    assert "--reuse 20 leaves nothing of a prompt of 20 tokens" in capsys.readouterr().err
+
+
 def test_a_trace_file_of_a_streamed_prompt_is_shown(
     trace_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,7 +59,9 @@ def test_eight_fresh_engines_are_timed_in_mirrored_order(
         return real_open(options, *args, **kwargs)
 
     monkeypatch.setattr(Engine, "open", watched)
-    result = arms_json(capsys, [*prompt, "--ab", "prefill=32,90", "--max-tokens", "2"])
+    result = arms_json(
+        capsys, [*prompt, "--ab", "prefill=32,90", "--max-tokens", "2", "--reuse", "9"]
+    )
     assert opened == [32, 90, 90, 32, 90, 32, 32, 90]
     assert result["arms"] == ["off", "on", "on", "off", "on", "off", "off", "on"]
     assert result["values"] == {"off": "32", "on": "90"}
@@ -173,7 +175,8 @@ def test_streamed_prompts_pass_the_identity_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("STRATA_PREFILL_STREAM_MIN", "1")
-    args = [*prompt, "--prefill=70", "--expert-cache=20", "--max-tokens=2"]
+    args = [*prompt, "--prefill=70", "--expert-cache=20", "--max-tokens=2", "--reuse=10"]
     result = arms_json(capsys, [*args, "--ab", switch, "--identity"])
     assert result["is_identical"] is True
     assert all(arm["copied"] > 0 for arm in result["arms"])
+    assert result["arms"][0]["fingerprint"]["prompt_tokens"] == 90

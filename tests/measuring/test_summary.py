@@ -47,12 +47,14 @@ def test_a_chunk_in_numbers() -> None:
     assert (chunk.position, chunk.tokens, chunk.ring_slots) == (64, 9, 8)
     assert chunk.wall_us == 350  # from the first copy to the end of the last layer
     assert chunk.traffic == Traffic(
-        routed=5, resident=2, copied=4, skipped=2, cpu=2, bytes=460_000,
+        routed=5, resident=2, copied=4, skipped=2, cpu=2, unrouted=1, bytes=460_000,
         link_us=200.0, run_us=300.0, copy_wait_us=30.0, host_wait_us=40.0,
         ring_wait_us=7.0,
     )  # fmt: skip
     assert chunk.link_share == pytest.approx(200 / 350)
     assert chunk.traffic.link_gbps == pytest.approx(2.3)
+    assert chunk.traffic.needed == 5 - 2 - 2
+    assert chunk.traffic.needed_ms == pytest.approx(0.2 / 4)
     assert (chunk.issue_wait_us, chunk.device_wait_us) == (11, 13)
     assert chunk.issuer_wait_us == {"ring_full": 20}
 
@@ -63,6 +65,13 @@ def test_copies_belong_to_the_layer_of_their_first_entry() -> None:
     assert [layer.traffic.bytes for layer in chunk.layers] == [360_000, 0, 100_000]
     assert [layer.traffic.link_us for layer in chunk.layers] == [100, 0, 100]
     assert EntryLayers([])(7) == 0
+
+
+@pytest.mark.parametrize(("copied", "share"), [(10, 1), (15, 0.75), (30, 0), (8, 1)])
+def test_what_came_although_no_token_wanted_it_counts(copied: int, share: float) -> None:
+    traffic = Traffic(routed=14, resident=4, unrouted=20, copied=copied)
+    assert traffic.avoided_share == pytest.approx(share)
+    assert Traffic(routed=3).avoided_share == 1
 
 
 def test_a_trace_that_was_cut_off_is_summed_up_as_far_as_it_goes() -> None:

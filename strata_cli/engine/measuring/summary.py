@@ -19,6 +19,7 @@ class Traffic:
         resident: of those, the ones that lay where kernels read them.
         copied, skipped: entries of the ring's list.
         cpu: experts computed on the host's processor.
+        unrouted: experts that no token wanted and that were not resident.
         bytes: that came over the link.
         link_us: the link was busy for so long.
         run_us: the layers took so long on the device, waits included.
@@ -32,6 +33,7 @@ class Traffic:
     copied: int = 0
     skipped: int = 0
     cpu: int = 0
+    unrouted: int = 0
     bytes: int = 0
     link_us: float = 0.0
     run_us: float = 0.0
@@ -43,6 +45,22 @@ class Traffic:
     def link_gbps(self) -> float:
         """Rate of the link while it was busy, in 10^9 bytes per second; 0 if it never was."""
         return self.bytes / self.link_us / 1e3 if self.link_us else 0.0
+
+    @property
+    def needed(self) -> int:
+        """Experts that had to come over the link."""
+        return self.routed - self.resident - self.cpu
+
+    @property
+    def avoided_share(self) -> float:
+        """Of the experts that need not come, the share that did not, 0 to 1; 1 if all had to."""
+        in_vain = max(self.copied - self.needed, 0)
+        return 1 - in_vain / self.unrouted if self.unrouted else 1.0
+
+    @property
+    def needed_ms(self) -> float:
+        """How long the link takes for what is needed alone, at its rate; 0 if it never was busy."""
+        return self.link_us / 1e3 * min(self.needed / self.copied, 1) if self.copied else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +201,12 @@ def _layers(of: defaultdict[str, list[Event]]) -> tuple[LayerSummary, ...]:
     for event in of["layer.run"]:
         parts[event["layer"]].append(Traffic(run_us=event["dur_us"]))
     for event in of["layer.routed"]:
-        traffic = Traffic(routed=event["routed"], resident=event["routed_resident"])
+        streamed = event["routed"] - event["routed_resident"]
+        traffic = Traffic(
+            routed=event["routed"],
+            resident=event["routed_resident"],
+            unrouted=event["entries"] - streamed,
+        )
         parts[event["layer"]].append(traffic)
     for event in of["layer.entries"]:
         traffic = Traffic(copied=event["copied"], skipped=event["skipped"])
