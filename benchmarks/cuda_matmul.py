@@ -26,7 +26,6 @@ from benchmarks.graph_timing import (
     Bench,
     Case,
     Collector,
-    EarlyStream,
     copy_rate,
     imagined,
     nothing,
@@ -40,6 +39,12 @@ from strata_cli.engine.device.base import Graph, Kernel, Tensor, empty
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.kernels.few import FEW_COLUMNS, Way, few_plan
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul, round_rows
+from strata_cli.engine.kernels.matmul_several import (
+    Experts,
+    Product,
+    grouped_matmul_pair,
+    matmul_several,
+)
 from strata_cli.engine.kernels.products import (
     Matrix,
     Plan,
@@ -65,9 +70,18 @@ FOR_PROMPTS = (Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.IQ3_XXS, Q.IQ4_NL, Q.Q2_0)
 # Columns and rows of a full-width layer's matrices.
 DENSE = ((2560, 12288), (2560, 10240), (2560, 6144), (10240, 320), (320, 10240), (6144, 2560))
 EXPERTS = ((2560, 640), (640, 2560))
-DELTA_NET_LAYER = (
-    *((2560, 10240), (2560, 6144), (6144, 2560), (2560, 640), (2560, 640), (640, 2560)),
-    *((10240, 320), (320, 10240), (10240, 320), (320, 10240)),
+# What the launches of a delta-net layer multiply: columns, then types and rows.
+STREAMS = (
+    (10240, ((Q.Q8_0, 320), (Q.F32, 4))),
+    (320, ((Q.Q8_0, 10240),)),
+)
+LAYER_LAUNCHES = (
+    *STREAMS,
+    (2560, ((Q.Q8_0, 10240), (Q.Q6_K, 6144), (Q.Q8_0, 48), (Q.Q8_0, 48))),
+    (6144, ((Q.Q8_0, 2560),)),
+    *STREAMS,
+    (2560, ((Q.F32, 512), (Q.F32, 1), (Q.Q6_K, 640), (Q.Q6_K, 640))),
+    (640, ((Q.Q8_0, 2560),)),
 )
 PROMPTS = (
     *((2048, 2560, 12288), (4096, 2560, 6144), (4096, 6144, 2560)),
@@ -78,13 +92,13 @@ FLUSH_BYTES = 400 << 20  # several times any L2 cache
 CHECK_SHAPES = {True: (1280, 1100), False: (640, 1100)}  # blocks above 64 weights or not
 WAYS = (
     Way(),
-    *(Way(rows=rows, resident=n) for rows in (8, 16) for n in (1, 2)),
-    *(Way(rows=8, resident=1, shared_bytes=n << 10) for n in (75, 200)),
-    Way(resident=2, shared_bytes=110 << 10),
-    Way(resident=3),
-    Way(resident=3, warps=6),
-    Way(warps=6),
-    Way(defines=("BULK=0",)),
+    *(Way(warps=n) for n in (10, 15)),
+    *(Way(rows=rows, warps=15) for rows in (8, 16)),
+    Way(warps=20, shared_bytes=140 << 10),
+    Way(resident=2, warps=15, shared_bytes=110 << 10),
+    Way(resident=2),
+    Way(resident=3, warps=10),
+    Way(resident=4, warps=5, shared_bytes=50 << 10),
 )
 COMPARED = (
     *((Q.Q8_0, shape, 1) for shape in DENSE),
@@ -125,6 +139,21 @@ def expert_kernels(stream: Any, qtype: QuantType, cols: int, rows: int, pairs: i
     grouped_matmul(stream, x, blobs, layout, i32(pairs), start, out, half)
 
 
+def layer_kernels(stream: Any) -> None:
+    for cols, members in LAYER_LAUNCHES:
+        products = []
+        for qtype, rows in members:
+            nbytes = rows * row_bytes(qtype, cols)
+            weight = Weight(imagined(nbytes, dtype=np.uint8), qtype, rows, cols)
+            products.append(Product(weight, imagined(1, rows)))
+            matmul(stream, imagined(1, cols), weight, products[-1].out)
+        matmul_several(stream, imagined(1, cols), products)
+    i32 = partial(imagined, dtype=np.int32)
+    layout, blobs = WeightLayout(Q.IQ3_XXS, 640, 2560, 0), imagined(NUM_EXPERTS, dtype=np.int64)
+    one = Experts(blobs, layout, imagined(TOP_K, 640))
+    grouped_matmul_pair(stream, imagined(1, 2560), one, one, i32(TOP_K), i32(NUM_EXPERTS + 1))
+
+
 def prepare(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> None:
     started = time.perf_counter()
     stream: Any = Collector(bench.stream.shared_bytes)
@@ -138,6 +167,8 @@ def prepare(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> N
     for qtype, pairs, cols, rows in ten + all_pairs:
         if fits(qtype, cols):
             expert_kernels(stream, qtype, cols, rows, pairs)
+    if "layer" in parts:
+        layer_kernels(stream)
     kernels = list(stream.kernels)
     kernels += check_kernels(bench, types) if "check" in parts else []
     kernels += variant_kernels(bench.stream.shared_bytes) if "variants" in parts else []
@@ -337,41 +368,57 @@ def starts_of(experts: np.ndarray) -> np.ndarray:
 def layer(bench: Bench, limit: float) -> None:
     """All products of a delta-net layer for one token, types as in a pack with IQ3_XXS experts.
 
-    One after the other, and each started before the one ahead of it is done.
+    One by one; and as a layer makes them, those of the same activations together.
     """
     layers, nbytes = 4, 0
-    early: Any = EarlyStream(bench.stream, "matmul_few.cu")
-    launches: list[Callable[[Any], None]] = []
+    alone: list[Callable[[], None]] = []
+    together: list[Callable[[], None]] = []
     for _ in range(layers):
-        matrices = [(Q.Q8_0, *shape) for shape in DELTA_NET_LAYER] + [(Q.F32, 2560, 512)]
-        for qtype, cols, rows in matrices:
-            weight = weights_of(bench, qtype, rows, cols, 1)[0]
-            x, out = bench.normal(1, cols), empty(bench.device, (1, rows))
-            launches.append(partial(matmul, x=x, weight=weight, out=out))
-            nbytes += weight.nbytes
-        experts = ((Q.IQ3_XXS, EXPERTS[0]), (Q.IQ3_XXS, EXPERTS[0]), (Q.IQ4_NL, EXPERTS[1]))
-        for qtype, (cols, rows) in experts:
-            layout = WeightLayout(qtype, rows, cols, 0)
-            launches.append(expert_launch(bench, layout))
-            nbytes += TOP_K * layout.nbytes
+        for cols, members in LAYER_LAUNCHES:
+            products = []
+            x = bench.normal(1, cols)
+            for qtype, rows in members:
+                weight = weights_of(bench, qtype, rows, cols, 1)[0]
+                products.append(Product(weight, empty(bench.device, (1, rows))))
+                alone.append(partial(matmul, bench.stream, x, *products[-1]))
+                nbytes += weight.nbytes
+            together.append(partial(matmul_several, bench.stream, x, products))
+        gate_up = WeightLayout(Q.IQ3_XXS, 640, 2560, 0)
+        together.append(expert_pair(bench, gate_up))
+        alone += [expert_launch(bench, gate_up), expert_launch(bench, gate_up)]
+        nbytes += 2 * TOP_K * gate_up.nbytes
+        down = WeightLayout(Q.IQ4_NL, 2560, 640, 0)
+        alone.append(expert_launch(bench, down))
+        together.append(alone[-1])
+        nbytes += TOP_K * down.nbytes
     cases = []
-    for name, stream in (("in turn", bench.stream), ("early", early)):
-        graph = record_graph(bench, [partial(launch, stream) for launch in launches])
-        cases.append(Case(f"{len(launches) // layers} products {name}", graph, layers, nbytes))
+    for name, launches in (("alone", alone), ("together", together)):
+        graph = record_graph(bench, launches)
+        cases.append(Case(f"{len(launches) // layers} launches {name}", graph, layers, nbytes))
     report(bench, "layer", cases, limit)
 
 
-def expert_launch(bench: Bench, layout: WeightLayout) -> Callable[[Any], None]:
+def expert_pair(bench: Bench, layout: WeightLayout) -> Callable[[], None]:
+    """Gate and up of ten experts."""
+    experts = []
+    for _ in range(2):
+        data = repeated_rows(bench, layout.qtype, layout.rows, layout.cols, TOP_K)
+        place = np.arange(NUM_EXPERTS, dtype=np.int64) % TOP_K
+        blobs = bench.tensor(data.address + layout.nbytes * place)
+        experts.append(Experts(blobs, layout, empty(bench.device, (TOP_K, layout.rows))))
+    x, row_of = bench.normal(1, layout.cols), bench.tensor(np.zeros(TOP_K, np.int32))
+    start = bench.tensor(starts_of(np.arange(TOP_K)))
+    return partial(grouped_matmul_pair, bench.stream, x, experts[0], experts[1], row_of, start)
+
+
+def expert_launch(bench: Bench, layout: WeightLayout) -> Callable[[], None]:
     data = repeated_rows(bench, layout.qtype, layout.rows, layout.cols, TOP_K)
     place = np.arange(NUM_EXPERTS, dtype=np.int64) % TOP_K
     blobs = bench.tensor(data.address + layout.nbytes * place)
     x, row_of = bench.normal(TOP_K, layout.cols), bench.tensor(np.arange(TOP_K, dtype=np.int32))
-    start, out = (
-        bench.tensor(starts_of(np.arange(TOP_K))),
-        empty(bench.device, (TOP_K, layout.rows)),
-    )
-    rest = {"layout": layout, "row_of": row_of, "expert_start": start, "out": out}
-    return partial(grouped_matmul, x=x, blobs=blobs, **rest)
+    start = bench.tensor(starts_of(np.arange(TOP_K)))
+    out = empty(bench.device, (TOP_K, layout.rows))
+    return partial(grouped_matmul, bench.stream, x, blobs, layout, row_of, start, out)
 
 
 def rounding(bench: Bench, limit: float) -> None:

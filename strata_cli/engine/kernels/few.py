@@ -30,6 +30,8 @@ MOST_MATRICES = 6
 MOST_KINDS = 3
 MOST_SLOTS = 24
 BOOK_BYTES = 16 << 10  # a code book, several times over
+WIDE_BOOK_BYTES = 32 << 10  # one of f16
+WIDE_BOOKS = (QuantType.IQ3_XXS, QuantType.IQ3_S)
 LINE_BYTES = 128
 BANKS = 32
 GATE_BYTES = 16  # of a slot
@@ -39,6 +41,8 @@ WIDE_BLOCK_BYTES = 112 << 10  # two of these, or three of the narrow ones, fit a
 NARROW_BLOCK_BYTES = 75 << 10
 ALONE_BLOCK_BYTES = 180 << 10  # where most multiprocessors are free for the next launch
 RESERVED_BYTES = 1 << 10
+MOST_WARPS = 20  # that multiply in a block
+PAIR_WARPS = 12
 
 
 class Way(NamedTuple):
@@ -46,14 +50,14 @@ class Way(NamedTuple):
 
     Attributes:
         rows: weight rows of a tile, 8 or 16.
-        warps: most that multiply in a block.
+        warps: most that multiply in a block, up to 20.
         resident: blocks of a multiprocessor.
         shared_bytes: what a block should take.
         defines: macros, for experiments.
     """
 
     rows: int = 0
-    warps: int = 12
+    warps: int = 0
     resident: int = 0
     shared_bytes: int = 0
     defines: tuple[str, ...] = ()
@@ -153,12 +157,18 @@ def _cut(matrix: Matrix, rows: int, parts: int) -> _Cut:
     return best
 
 
+def _book_bytes(kind: _Kind) -> int:
+    if not code_book(kind.qtype):
+        return 0
+    return WIDE_BOOK_BYTES if kind.qtype in WIDE_BOOKS else BOOK_BYTES
+
+
 def _fixed_bytes(matrices: tuple[Matrix, ...], rows: int, columns: int, teams: int) -> int:
     """Shared memory beside the slots: code book, planes of x, partial sums."""
     kinds = _kinds(matrices)
     has_rest = any(kind.qtype is QuantType.F32 for kind in kinds)
     planes = len({kind.lane for kind in kinds}) + has_rest
-    book = BOOK_BYTES if any(code_book(kind.qtype) for kind in kinds) else 0
+    book = max(map(_book_bytes, kinds))
     most_slices = max(map(_num_slices, matrices))
     x_bytes = planes * blocks(matrices[0].cols, 32) * 64 * columns
     return book + x_bytes + 2 * teams * most_slices * rows * columns * 4
@@ -183,12 +193,13 @@ def _shapes(
         )
         part_slices = blocks(slices, parts)
         team_warps = blocks(part_slices, blocks(part_slices, warps))
-        for teams in range(max(1, warps // team_warps), 0, -1):
+        for teams in range(max(1, min(tiles, warps // team_warps)), 0, -1):
             fixed = _fixed_bytes(matrices, rows, columns, teams)
             slot = 16 * max(cut.slot_chunks for cut in cuts) + GATE_BYTES
             slots = max(teams, min(parts * tiles, 2))
             nbytes = fixed + slots * slot
             yield _Shape(rows, columns, team_warps, teams, parts, slots, cuts, nbytes)
+    yield _Shape(rows, columns, team_warps, 1, parts, 1, cuts, fixed + slot)  # where all is short
 
 
 def _with_slots(shape: _Shape, budget: int, stages: int) -> _Shape:
@@ -209,23 +220,27 @@ def few_rows(matrices: tuple[Matrix, ...], segments: int) -> int:
 
 
 def _choose(
-    matrices: tuple[Matrix, ...], tokens: int, segments: int, limit: int, way: Way
+    matrices: tuple[Matrix, ...], tokens: int, segments: int, limit: int, experts: int, way: Way
 ) -> tuple[_Shape, int]:
     """The shape, and blocks per segment."""
     rows = way.rows or few_rows(matrices, segments)
     tiles = sum(blocks(m.rows, rows) for m in matrices)
     heaviest = max(rows * m.bytes_of(m.cols) for m in matrices)
-    is_pair = tiles * segments > MULTIPROCESSORS and heaviest <= PAIR_TILE_BYTES
+    # Experts are not known before the launches ahead are done: more copies at once then.
+    is_pair = experts > 0 and tiles * segments > MULTIPROCESSORS and heaviest <= PAIR_TILE_BYTES
     resident = way.resident or (2 if is_pair else 1)
+    warps = way.warps or (PAIR_WARPS if resident > 1 else MOST_WARPS)
     is_small = tiles * segments <= MULTIPROCESSORS // 2
-    usual = NARROW_BLOCK_BYTES if is_pair else ALONE_BLOCK_BYTES if is_small else WIDE_BLOCK_BYTES
+    usual = (
+        NARROW_BLOCK_BYTES if resident > 1 else ALONE_BLOCK_BYTES if is_small else WIDE_BLOCK_BYTES
+    )
     budget = way.shared_bytes or usual
     num_blocks = min(tiles, max(1, MULTIPROCESSORS * resident // segments))
     for most in dict.fromkeys((min(budget, limit), min(WIDE_BLOCK_BYTES, limit), limit)):
         for columns in (min(FEW_COLUMNS, tokens), 4, 2, 1):
             if columns > tokens:
                 continue
-            for shape in _shapes(matrices, rows, way.warps, columns, blocks(tiles, num_blocks)):
+            for shape in _shapes(matrices, rows, warps, columns, blocks(tiles, num_blocks)):
                 if shape.shared_bytes + RESERVED_BYTES <= most:
                     stages = blocks(tiles, num_blocks) * shape.parts
                     return _with_slots(shape, most - RESERVED_BYTES, stages), num_blocks
@@ -261,7 +276,7 @@ def few_plan(
     Raises:
         DeviceError: nothing fits the shared memory.
     """
-    shape, num_blocks = _choose(matrices, tokens, segments, limit, way)
+    shape, num_blocks = _choose(matrices, tokens, segments, limit, experts, way)
     if not experts:
         segments = blocks(tokens, shape.columns)
     kinds = _kinds(matrices)

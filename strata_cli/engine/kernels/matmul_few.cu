@@ -16,6 +16,9 @@
 #include "overlap.cuh"
 #include "spans.cuh"
 #include "weights.cuh"
+#include "wide_book.cuh"
+
+constexpr int MOST_THREADS = 704;
 
 // How a matrix is compiled for: its type, the weights a lane owns, what divides its rows' addresses.
 template <int TYPE_, int LANE_, int ALIGN_>
@@ -195,8 +198,7 @@ __device__ inline Staged<Kind::ALIGN> staged_row(const unsigned char *slot, cons
                                                  const Stage &stage, int row, int slice) {
     constexpr int align = stage_alignment(Kind::ALIGN, Kind::R::bytes(256));
     const int span = row >> cut.span_shift;
-    const unsigned char *start = span_start(cut, stage, span);
-    const int offset = static_cast<int>(start - line_of(start, stage.data)) +
+    const int offset = before_span(cut, stage, span) +
                        (row - (span << cut.span_shift)) * cut.row + slice * cut.slice;
     return {slot + span * cut.chunks * 16, offset / align * align};
 }
@@ -249,7 +251,8 @@ __device__ inline void multiply_slice(float (&sums)[4], const Staged<Kind::ALIGN
             const uint4 activations = x[(first + i) * count * 4];
 #pragma unroll
             for (int half = 0; half < ROWS / 8; half++)
-                w[half] = decode<TYPE, LANE, ALIGN>(row[half], i, t, book, scale[half]);
+                w[half] = decode<TYPE, LANE, ALIGN, WideCodec<TYPE>>(row[half], i, t, book,
+                                                                     scale[half]);
             if constexpr (TYPE == F32) {
                 Octet rests[ROWS / 8];
 #pragma unroll
@@ -275,12 +278,14 @@ __device__ inline void store_sums(float *to, const float (&sums)[4], int count) 
     }
 }
 
-// Adds up the slices of a tile.
+// Adds up the slices of a tile, by a team's threads from the one given on.
 template <int ROWS>
 __device__ inline void add_slices(const float *sums, const Team &team, const Matrix &matrix,
-                                  const Columns &columns, int first_row, int slices, float gain) {
-    const int values = ROWS * columns.count;
-    for (int i = team.thread(); i < values; i += team.threads()) {
+                                  const Columns &columns, int first_row, int slices,
+                                  float inverse_gain, int first_thread) {
+    const int values = ROWS * columns.count, threads = team.threads();
+    int i = team.thread() - first_thread;
+    for (i += i < 0 ? threads : 0; i < values; i += threads) {
         const int row = i % ROWS, column = i / ROWS, n = first_row + row;
         if (n >= matrix.rows) continue;
         const float *part = sums + row * columns.count + column;
@@ -288,16 +293,37 @@ __device__ inline void add_slices(const float *sums, const Team &team, const Mat
 #pragma unroll 4
         for (int slice = 0; slice < slices; slice++) total += part[slice * values];
         const long long token = columns.first + column;
-        matrix.out[token * matrix.rows + n] = total / gain;
+        matrix.out[token * matrix.rows + n] = total * inverse_gain;
     }
 }
+
+// A type's code book, several times over: of f16 where there is such a one, else in 16 KiB.
+template <int TYPE>
+struct FewBook {
+    static constexpr bool IS_WIDE = WIDE_COPIES<TYPE> != 0;
+    static constexpr int CHUNKS = IS_WIDE ? WIDE_BYTES<TYPE> / 16 : Codec<TYPE>::BOOK ? 1024 : 0;
+
+    __device__ static void load(unsigned *shared, int threads) {
+        if constexpr (IS_WIDE)
+            load_wide_book<TYPE>(reinterpret_cast<uint2 *>(shared), threads);
+        else
+            load_book<TYPE, BOOK_COPIES<TYPE>>(shared, threads);
+    }
+    __device__ static auto of_lane(const unsigned *shared) {
+        if constexpr (IS_WIDE)
+            return LoadedBook<TYPE>{reinterpret_cast<const uint2 *>(shared) +
+                                    threadIdx.x % WIDE_COPIES<TYPE>};
+        else
+            return Book<BOOK_COPIES<TYPE>>{shared + threadIdx.x % BOOK_COPIES<TYPE>};
+    }
+};
 
 // Shared memory of a block: code book, slots, planes of x, two sets of partial sums of every team (so
 // that one barrier per tile is enough), gates of every slot.
 template <int ROWS, class... Kinds>
 struct Shared {
     static constexpr int BOOK_TYPE = (0 | ... | (Codec<Kinds::TYPE>::BOOK ? Kinds::TYPE : 0));
-    static constexpr int BOOK_CHUNKS = BOOK_TYPE ? 1024 : 0;
+    using Book = FewBook<BOOK_TYPE>;
     unsigned *book;
     unsigned char *slots;
     uint4 *planes;
@@ -308,8 +334,8 @@ struct Shared {
     __device__ Shared(uint4 *shared, const Layout &layout, int cols, int columns, int slices,
                       int teams) {
         book = reinterpret_cast<unsigned *>(shared);
-        slots = reinterpret_cast<unsigned char *>(shared + BOOK_CHUNKS);
-        planes = shared + BOOK_CHUNKS + layout.slots * layout.slot_chunks;
+        slots = reinterpret_cast<unsigned char *>(shared + Book::CHUNKS);
+        planes = shared + Book::CHUNKS + layout.slots * layout.slot_chunks;
         plane = (cols + 31) / 32 * 4 * columns;
         sums = reinterpret_cast<float *>(planes + Planes<Kinds...>::COUNT * plane);
         set = slices * ROWS * columns;
@@ -325,10 +351,9 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
     using Places = Planes<Kinds...>;
     const Layout &layout = work.layout;
     const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3, count = columns.count;
-    const Book<BOOK_COPIES<Shared::BOOK_TYPE>> book = {
-        shared.book + threadIdx.x % BOOK_COPIES<Shared::BOOK_TYPE>};
+    const auto book = Shared::Book::of_lane(shared.book);
     const int apart = gridDim.y * team.count;
-    int flip = 2 * team.number;
+    int flip = 2 * team.number, adder = 0;
     Turn turn = {0, 0};
     turn.go_on(team.number * layout.parts, layout.slots);
 #pragma unroll 1
@@ -384,10 +409,12 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
 #endif
         }
         team.wait();
-        float gain = 1.0f;
-        with_kind<Kinds...>(matrix.kind, [&](auto as) { gain = GAIN<decltype(as)::TYPE>; });
-        add_slices<ROWS>(sums, team, matrix, columns, first_row, plan.slices, gain);
+        float inverse_gain = 1.0f;  // of a power of two, so that the product is the quotient
+        with_kind<Kinds...>(matrix.kind,
+                            [&](auto as) { inverse_gain = 1.0f / GAIN<decltype(as)::TYPE>; });
+        add_slices<ROWS>(sums, team, matrix, columns, first_row, plan.slices, inverse_gain, adder);
         flip ^= 1;
+        adder = adder + 32 == team.threads() ? 0 : adder + 32;  // each warp in its turn
     }
 }
 
@@ -443,8 +470,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
 #endif
         return;
     }
-    using All = Shared<ROWS, Kinds...>;
-    load_book<All::BOOK_TYPE, BOOK_COPIES<All::BOOK_TYPE>>(shared.book, 32 * warps);
+    Shared<ROWS, Kinds...>::Book::load(shared.book, 32 * warps);
     wait_for_launches_ahead();  // weights may come earlier: no launch writes them
     load_activations<Kinds...>(shared.planes, x, work.cols, columns, warps);
     __syncthreads();
@@ -454,7 +480,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
 // matmul_few: grid (passes of `columns` tokens, blocks): passes over the same rows run side by side,
 // so all but one find them in the L2 cache
 template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void __launch_bounds__(416, 2)
+__global__ void __launch_bounds__(MOST_THREADS)
     matmul_few(const float *x, const unsigned char *data, float *out, long long, long long tokens,
                long long rows, long long cols, long long columns, long long team_warps,
                long long slots, long long slot_chunks, long long parts, long long slice,
@@ -474,7 +500,7 @@ __global__ void __launch_bounds__(416, 2)
 
 // matmul_several: the first MATRICES of six matrices, of up to three kinds; grid as matmul_few
 template <int MATRICES, int ROWS, class... Kinds>
-__global__ void __launch_bounds__(416, 2) matmul_several(
+__global__ void __launch_bounds__(MOST_THREADS) matmul_several(
     const float *x, const unsigned char *data0, float *out0, const unsigned char *data1,
     float *out1, const unsigned char *data2, float *out2, const unsigned char *data3, float *out3,
     const unsigned char *data4, float *out4, const unsigned char *data5, float *out5,
@@ -517,7 +543,7 @@ __global__ void __launch_bounds__(416, 2) matmul_several(
 // `columns` pairs from the x-th on of an expert if that is its first pair or a multiple of `columns`
 // after it, else nothing.
 template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void __launch_bounds__(416, 2)
+__global__ void __launch_bounds__(MOST_THREADS)
     grouped_few(const float *x, const long long *blobs, const int *row_of, const int *expert_start,
                 float *out, long long, long long rows, long long cols, long long offset_bytes,
                 long long experts, long long columns, long long team_warps, long long slots,
@@ -542,7 +568,7 @@ __global__ void __launch_bounds__(416, 2)
 // grouped_pair: as grouped_few with two matrices of one shape and type per expert, which may lie in
 // different blobs
 template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void __launch_bounds__(416, 2)
+__global__ void __launch_bounds__(MOST_THREADS)
     grouped_pair(const float *x, const long long *blobs0, const long long *blobs1,
                  const int *row_of, const int *expert_start, float *out0, float *out1, long long,
                  long long rows, long long cols, long long offset0, long long offset1,

@@ -25,19 +25,18 @@ struct Stage {
     int matrix_rows, first_row, rows, part;
 };
 
-// Where the copy of what begins at `from` begins: with its line, but not before the matrix.
-__device__ inline const unsigned char *line_of(const unsigned char *from,
-                                               const unsigned char *data) {
-    const unsigned long long line = reinterpret_cast<unsigned long long>(from) / LINE_BYTES;
-    const unsigned long long first = reinterpret_cast<unsigned long long>(data) / 16 * 16;
-    return reinterpret_cast<const unsigned char *>(max(line * LINE_BYTES, first));
+// Where span `index` of a stage begins in its matrix.
+__device__ inline unsigned span_offset(const Cut &cut, const Stage &stage, int index) {
+    return static_cast<unsigned>(stage.first_row + (index << cut.span_shift)) * cut.row +
+           stage.part * cut.part_slices * cut.slice;
 }
 
-// Where span `index` of a stage begins.
-__device__ inline const unsigned char *span_start(const Cut &cut, const Stage &stage, int index) {
-    const int row = stage.first_row + (index << cut.span_shift);
-    return stage.data + static_cast<long long>(row) * cut.row +
-           stage.part * cut.part_slices * cut.slice;
+// Bytes copied before that: from the beginning of its line, but not from before the matrix's first
+// 16 bytes.
+__device__ inline int before_span(const Cut &cut, const Stage &stage, int index) {
+    const unsigned first = static_cast<unsigned>(reinterpret_cast<unsigned long long>(stage.data));
+    const unsigned offset = span_offset(cut, stage, index);
+    return static_cast<int>(min((first + offset) % LINE_BYTES, first % 16 + offset));
 }
 
 struct Span {
@@ -49,9 +48,10 @@ struct Span {
 __device__ inline Span span_of(const Cut &cut, const Stage &stage, int index) {
     const int rows = min(1 << cut.span_shift, stage.rows - (index << cut.span_shift));
     if (rows <= 0) return {stage.data, 0, 0, 0};
-    const unsigned char *start = span_start(cut, stage, index), *from = line_of(start, stage.data);
+    const int before = before_span(cut, stage, index);
+    const unsigned char *from = stage.data + span_offset(cut, stage, index) - before;
     const int part = stage.part * cut.part_slices * cut.slice;
-    const int length = static_cast<int>(start - from) + (rows - 1) * cut.row +
+    const int length = before + (rows - 1) * cut.row +
                        min(cut.part_slices * cut.slice, cut.row - part);
     const int fill = stage.part + 1 == cut.parts ? cut.fill : 0;
     // It ends with its line, but not in the zeros, nor behind the matrix.

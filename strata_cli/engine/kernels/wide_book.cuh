@@ -1,4 +1,4 @@
-// Codes of some types in fewer instructions than their codecs take, for the many-row function.
+// Codes of some types in fewer instructions than their codecs take.
 //
 // Code books whose entries are f16 already, for the types whose entries hold four weights. An entry
 // is 8 bytes, so a half of a warp reads in one go; a lane reads a copy of its own, so that few meet
@@ -35,9 +35,10 @@ using LoadedBook = typename BookOf<WIDE_COPIES<TYPE>>::Type;
 
 // As load_book.
 template <int TYPE>
-__device__ inline WideBook<WIDE_COPIES<TYPE>> load_wide_book(uint2 *shared) {
+__device__ inline WideBook<WIDE_COPIES<TYPE>> load_wide_book(uint2 *shared, int threads = 0) {
     constexpr int copies = WIDE_COPIES<TYPE>;
-    for (int i = threadIdx.x; i < Codec<TYPE>::BOOK; i += blockDim.x) {
+    if (threads == 0) threads = blockDim.x;
+    for (int i = threadIdx.x; i < Codec<TYPE>::BOOK; i += threads) {
         const Octet w = Codec<TYPE>::Magnitudes::look_up(BOOK[i], 0, 0, 0);
 #pragma unroll
         for (int j = 0; j < copies; j++)  // threads begin at different copies: in different banks
