@@ -183,8 +183,9 @@ class EarlyStream:
 class Collector:
     """A stream that keeps the kernels it is asked to launch and does nothing else."""
 
-    def __init__(self, shared_bytes: int) -> None:
+    def __init__(self, shared_bytes: int, num_multiprocessors: int = 132) -> None:
         self.shared_bytes = shared_bytes
+        self.num_multiprocessors = num_multiprocessors
         self.kernels: dict[Kernel, None] = {}
 
     def launch(self, kernel: Kernel, _launch: Launch, *_: KernelArgument) -> None:

@@ -38,6 +38,7 @@ from strata_cli.engine.kernels.products import (
     many_plan,
     shared_limit,
 )
+from strata_cli.engine.kernels.prompt_plan import Gpu, has_split_plan, split_plan
 from strata_cli.engine.kernels.rows import compile_small
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.simd import multiply_rows
@@ -226,6 +227,12 @@ def matmul(
         kernel = _kernel(_bind_matmul_many, _matmul_reference, plan.unit)
         launch = plan.launch(items, grain)
         stream.launch(kernel, launch, x, rounded, weight.data, out, *numbers)
+        return
+    gpu = Gpu(shared_limit(stream), stream.num_multiprocessors)
+    if tokens > FEW_TOKENS and has_split_plan(matrix, x.address, gpu):
+        kernel = _kernel(_bind_matmul, _matmul_reference, split_plan(matrix, tokens).unit)
+        launch = split_plan(matrix, tokens).launch(items, grain)
+        stream.launch(kernel, launch, x, weight.data, out, *numbers)
         return
     passes = blocks(tokens, FEW_COLUMNS)
     plan = few_plan((matrix,), tokens, passes, shared_limit(stream))
