@@ -142,6 +142,23 @@ def test_a_gpu_pools_and_selects_as_the_host_does(
     np.testing.assert_array_equal(selected[1], selected[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "dim"), [(37, 4, 128), (16, 3, 81), (20, 1, 5)]
+)
+def test_a_gpu_scores_many_tokens_as_it_scores_one(
+    gpu_lab: Lab, num_tokens: int, num_heads: int, dim: int
+) -> None:
+    """Values so close that another order of sums would choose other blocks."""
+    queries = 1.0 + normal(1, num_tokens, num_heads, dim, scale=1e-4)
+    pooled = 1.0 + normal(2, 300, dim, scale=1e-6)
+    positions = np.arange(1_199 - num_tokens, 1_199, dtype=np.int32)
+    case = (queries, pooled, positions, 4, 100)
+    whole, _ = run_select(gpu_lab, *case, score_rows=num_tokens)
+    one_by_one, _ = run_select(gpu_lab, *case, score_rows=3)
+    np.testing.assert_array_equal(whole, one_by_one)
+
+
 def test_selection_does_not_depend_on_cuts_neighbours_or_alignment(host_lab: Lab) -> None:
     case = normal(1, 6, 2, 24), normal(2, 70, 24), np.arange(205, 211, dtype=np.int32)
     whole, _ = run_select(host_lab, *case, 3, 11)

@@ -105,6 +105,126 @@ __global__ void score_blocks(const float *queries, const float *pooled, const in
     }
 }
 
+// A tile of tokens and blocks: threads, keys and tokens of a thread block.
+constexpr int TILE_THREADS = 128;
+constexpr int THREAD_KEYS = 4;                         // of a thread
+constexpr int KEY_LANES = 16;                          // threads side by side over keys
+constexpr int TILE_KEYS = THREAD_KEYS * KEY_LANES;     // of a tile
+constexpr int TILE_TOKENS = TILE_THREADS / KEY_LANES;  // of a tile
+
+// Rows of N elements in shared memory, elements l, l + 16, ... of each side by side, which are what
+// lane l of 16 sums in turn; zeros up to QUADS * 4 of them.
+template <int QUADS>
+struct LaneRow {
+    float4 of[16][QUADS];
+    float4 pad;  // neighbouring rows start in other banks
+
+    __device__ void put(int i, float v) { reinterpret_cast<float *>(&of[i % 16][0])[i / 16] = v; }
+};
+
+template <int QUADS>
+__device__ inline void load_rows(LaneRow<QUADS> *to, const float *from, long long num_rows,
+                                 int rows, int dim) {
+    for (int i = threadIdx.x; i < rows * 64 * QUADS; i += TILE_THREADS) {
+        const int row = i / (64 * QUADS), at = i % (64 * QUADS);  // in shared memory
+        const int d = at % (4 * QUADS) * 16 + at / (4 * QUADS);
+        const bool is_there = d < dim && row < num_rows;
+        to[row].put(d, is_there ? from[row * static_cast<long long>(dim) + d] : 0.0f);
+    }
+}
+
+// Products of a thread's HEADS queries with its keys.
+template <int HEADS>
+struct Products {
+    float of[HEADS][THREAD_KEYS];
+
+    __device__ void add(const Products &other) {
+#pragma unroll
+        for (int h = 0; h < HEADS; h++)
+#pragma unroll
+            for (int b = 0; b < THREAD_KEYS; b++) of[h][b] += other.of[h][b];
+    }
+};
+
+// What lanes l, l + STEP, ... of 16 sum up to, in the order of fold16: STEP 16 is lane l alone.
+template <int HEADS, int QUADS, int STEP>
+__device__ inline Products<HEADS> sum_of_lanes(const LaneRow<QUADS> *queries,
+                                               const LaneRow<QUADS> *keys, int l) {
+    if constexpr (STEP == 16) {
+        Products<HEADS> sum = {};
+#pragma unroll
+        for (int i = 0; i < QUADS; i++) {
+            float4 k[THREAD_KEYS];
+#pragma unroll
+            for (int b = 0; b < THREAD_KEYS; b++) k[b] = keys[b * KEY_LANES].of[l][i];
+#pragma unroll
+            for (int h = 0; h < HEADS; h++) {
+                const float4 q = queries[h].of[l][i];
+#pragma unroll
+                for (int b = 0; b < THREAD_KEYS; b++) {
+                    float &own = sum.of[h][b];
+                    own = fmaf(q.x, k[b].x, own);
+                    own = fmaf(q.y, k[b].y, own);
+                    own = fmaf(q.z, k[b].z, own);
+                    own = fmaf(q.w, k[b].w, own);
+                }
+            }
+        }
+        return sum;
+    } else {
+        Products<HEADS> sum = sum_of_lanes<HEADS, QUADS, 2 * STEP>(queries, keys, l);
+        sum.add(sum_of_lanes<HEADS, QUADS, 2 * STEP>(queries, keys, l + STEP));
+        return sum;
+    }
+}
+
+// score_tiles: score_blocks for many tokens, the same bits: a tile of tokens shares the loads of a
+// tile of keys
+//   arguments as score_blocks'; N <= 64 * QUADS
+//   grid (any, T / TILE_TOKENS), block TILE_THREADS, shared (HEADS * TILE_TOKENS + TILE_KEYS) rows
+//   limit: HEADS * N multiply-adds per token and block; the loads of their operands take twice that
+template <int HEADS, int QUADS>
+__global__ void __launch_bounds__(TILE_THREADS)
+    score_tiles(const float *queries, const float *pooled, const int *positions, long long ratio,
+                long long budget, float *scores, long long num_blocks, long long dim,
+                long long num_tokens) {
+    start_early();
+    extern __shared__ __align__(16) unsigned char memory[];
+    auto *q = reinterpret_cast<LaneRow<QUADS> *>(memory), *keys = q + HEADS * TILE_TOKENS;
+    const long long first_token = static_cast<long long>(blockIdx.y) * TILE_TOKENS;
+    const int tokens = static_cast<int>(min(num_tokens - first_token, (long long)TILE_TOKENS));
+    const int lane = threadIdx.x % KEY_LANES, own = threadIdx.x / KEY_LANES;
+    long long most = 0;  // complete blocks of any token that needs scores
+    for (int t = 0; t < tokens; t++) {
+        const long long complete = (positions[first_token + t] + 1) / ratio;
+        if (complete > budget && complete > most) most = complete;
+    }
+    if (most == 0) return;
+    const long long token = first_token + min(own, tokens - 1);
+    const long long own_complete = (positions[token] + 1) / ratio;
+    const bool is_scored = own < tokens && own_complete > budget;
+    load_rows(q, queries + first_token * HEADS * dim, tokens * HEADS, HEADS * TILE_TOKENS,
+              static_cast<int>(dim));
+    const long long step = static_cast<long long>(gridDim.x) * TILE_KEYS;
+    for (long long base = static_cast<long long>(blockIdx.x) * TILE_KEYS; base < most;
+         base += step) {
+        __syncthreads();
+        load_rows(keys, pooled + base * dim, most - base, TILE_KEYS, static_cast<int>(dim));
+        __syncthreads();
+        const Products<HEADS> products =
+            sum_of_lanes<HEADS, QUADS, 1>(q + own * HEADS, keys + lane, 0);
+#pragma unroll
+        for (int b = 0; b < THREAD_KEYS; b++) {
+            float score = 0.0f;
+#pragma unroll
+            for (int h = 0; h < HEADS; h++)
+                if (products.of[h][b] > 0.0f) score += products.of[h][b];
+            const long long block = base + lane + b * KEY_LANES;
+            if (is_scored && block < own_complete) scores[token * num_blocks + block] = score;
+        }
+    }
+}
+
 __device__ inline int sum_of_warp(int v) {
     for (int half = 16; half; half /= 2) v += __shfl_xor_sync(ALL_LANES, v, half);
     return v;

@@ -31,9 +31,9 @@ Ints = NDArray[np.int32]
 F32 = np.float32
 SOURCE = "indexer.cu"
 THREADS = 128  # per block on a GPU
-SCORED_PER_BLOCK = (
-    256  # index blocks that a GPU's thread block scores, where few tokens are at hand
-)
+SCORED_PER_BLOCK = 32  # index blocks that a GPU's thread block scores, where tokens are few
+TILED_TOKENS = 16  # at least so many share the loads of keys
+TILE_TOKENS, TILE_KEYS = 8, 64  # of a thread block that does
 THREAD_BLOCKS = 512  # enough to fill a GPU
 STAGED_SCORES = 9_500  # of a token, that fit a GPU's shared memory everywhere
 
@@ -149,6 +149,20 @@ def _score(
 ) -> None:
     num_tokens, num_heads, dim = queries.shape
     num_blocks = pooled.shape[0]
+    arguments = (queries, pooled, positions, ratio, budget, scores)
+    if stream.shared_bytes and num_tokens >= TILED_TOKENS and dim <= 128:
+        quads, tiles = blocks(dim, 64), blocks(num_tokens, TILE_TOKENS)
+        share = min(blocks(num_blocks, TILE_KEYS), blocks(THREAD_BLOCKS, tiles))
+        tiled = Launch(
+            items=1,
+            grid=(share, tiles, 1),
+            block=(THREADS, 1, 1),
+            shared_bytes=16 * (16 * quads + 1) * (num_heads * TILE_TOKENS + TILE_KEYS),
+            extents=(num_blocks, dim, num_tokens),
+            early=True,
+        )
+        stream.launch(_score_tiles_kernel(num_heads, quads), tiled, *arguments)
+        return
     share = min(blocks(num_blocks, SCORED_PER_BLOCK), blocks(THREAD_BLOCKS, num_tokens))
     launch = Launch(
         items=num_tokens,
@@ -159,8 +173,7 @@ def _score(
         extents=(num_blocks, dim),
         early=True,
     )
-    kernel = _score_blocks_kernel(num_heads)
-    stream.launch(kernel, launch, queries, pooled, positions, ratio, budget, scores)
+    stream.launch(_score_blocks_kernel(num_heads), launch, *arguments)
 
 
 def _select(
@@ -331,6 +344,12 @@ def select_blocks_reference(
 @cache
 def _score_blocks_kernel(num_heads: int) -> Kernel:
     function = f"score_blocks<{num_heads}>"
+    return Kernel(function, _score_blocks, select_blocks_reference, SOURCE, function)
+
+
+@cache
+def _score_tiles_kernel(num_heads: int, quads: int) -> Kernel:
+    function = f"score_tiles<{num_heads}, {quads}>"
     return Kernel(function, _score_blocks, select_blocks_reference, SOURCE, function)
 
 
