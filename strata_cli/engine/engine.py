@@ -18,7 +18,7 @@ from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.device.timing import Spans
 from strata_cli.engine.experts.cache import LEAST_SLOTS
 from strata_cli.engine.experts.placing import ExpertHome
-from strata_cli.engine.experts.profile import ExpertProfile, even_profile, load_profile
+from strata_cli.engine.experts.profile import ExpertProfile
 from strata_cli.engine.forward.caching import CacheWishes
 from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.loading import Notice, Progress, load_weights
@@ -30,13 +30,14 @@ from strata_cli.engine.kernels.jit import is_cold, why_uncached
 from strata_cli.engine.model.chat_template import ChatTemplate
 from strata_cli.engine.model.shards import model_stem
 from strata_cli.engine.model.spec import ModelSpec
-from strata_cli.engine.model.tensors import ModelFile, load_model_file
+from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.engine.model.tokenizer import Tokenizer
 from strata_cli.engine.prefill.chunks import Wanted, prefill
 from strata_cli.engine.prefill.dump import ResidualDump
 from strata_cli.engine.prefill.prompt_stream import Setting, StreamRules
 from strata_cli.engine.prefill.streamer import PromptStreamer
 from strata_cli.engine.prefill.watching import Watch
+from strata_cli.engine.profiling import Known, find_profile, measure
 from strata_cli.engine.trace import NO_TRACE, Trace
 from strata_cli.errors import InputError, StateError
 
@@ -63,7 +64,8 @@ class EngineOptions:
         expert_cache: experts that are held in slots of device memory, where not all are; None: as
             many as fit. A number makes a cache also where all would fit, and on the host.
         least_slots: of those that no prompt may borrow.
-        expert_profile: file that says which experts are used most; None: nothing is known.
+        expert_profile: file that says which experts are used most, measured and made if it is not
+            there; None: on a GPU one that is kept for each model, on the host nothing is known.
         streaming: how prompts come by the other experts.
         will_chat: start the chat template's process now, so that the first chat need not wait.
         compile_ahead: on a first start on the host, compile all kernels before the first read.
@@ -167,13 +169,17 @@ class Engine:
             context_tokens = _context_tokens(model.spec, options.max_context)
             plan = plan_model(model, device, stream, _wishes(options, context_tokens))
             sizes = plan.sizes
-            profile = _profile(options, model)
+            known = find_profile(
+                model,
+                options.expert_profile if plan.cache else None,
+                keeps_own=plan.cache is not None and device.has_own_memory,
+            )
             loaded = load_weights(
                 model,
                 device,
                 stream,
                 plan,
-                ranking=profile.ranking(),
+                ranking=known.profile.ranking(),
                 progress=progress,
                 notice=notice,
             )
@@ -191,7 +197,7 @@ class Engine:
             streamer = None
             if loaded.store is not None:
                 setting = Setting(device, stream, loaded.store, options.trace)
-                streamer = _streamer(setting, options, plan, profile)
+                streamer = _streamer(setting, options, plan, known.profile)
                 resources.callback(streamer.close)
             name = model.spec.name or model_stem(options.model)
             logger.info("%s on %s: context %d tokens, chunks of %d", name, device.name, *sizes)
@@ -203,6 +209,8 @@ class Engine:
                 num_experts=model.spec.num_experts,
                 chunk_tokens=sizes.chunk_tokens,
             )
+            if streamer is not None and known.target is not None:
+                _measure_profile(forward, port, context_tokens, streamer, tokenizer, known)
             return cls(
                 spec=model.spec,
                 model_name=name,
@@ -428,11 +436,6 @@ def _wishes(options: EngineOptions, context_tokens: int) -> Wishes:
     return Wishes(context_tokens, options.prefill, homes, cache)
 
 
-def _profile(options: EngineOptions, model: ModelFile) -> ExpertProfile:
-    path = options.expert_profile
-    return even_profile(model) if path is None else load_profile(path, model)
-
-
 def _streamer(
     setting: Setting, options: EngineOptions, plan: Plan, profile: ExpertProfile
 ) -> PromptStreamer:
@@ -447,6 +450,30 @@ def _streamer(
         _depth_text(rules),
     )
     return streamer
+
+
+def _measure_profile(
+    forward: Forward,
+    port: RowPort,
+    context_tokens: int,
+    streamer: PromptStreamer,
+    tokenizer: Tokenizer,
+    known: Known,
+) -> None:
+    """Read the built-in text, and hold what it uses most."""
+    device = streamer.setting.device
+    state = new_state(forward.spec, device, forward.stream, context_tokens)
+
+    def read(ids: list[int]) -> NDArray[np.int64] | None:
+        prefill(forward, port, state, ids, wanted="none", streamer=streamer)
+        return streamer.use
+
+    try:
+        profile = measure(known, tokenizer, context_tokens, read)
+    finally:
+        forward.stream.synchronize()
+        state.close()
+    streamer.hold(profile.ranking(), profile.scores)
 
 
 def _depth_text(rules: StreamRules) -> str:

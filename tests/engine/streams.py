@@ -162,7 +162,7 @@ def streamer_of(engine: Engine) -> PromptStreamer:
 
 
 def store_of(engine: Engine) -> ExpertStore:
-    return streamer_of(engine)._setting.store
+    return streamer_of(engine).setting.store
 
 
 @contextmanager

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from strata_cli.engine import engine as engine_module
+from strata_cli.engine import profiling
 from strata_cli.engine.device.base import Device, Kernel, MemoryInfo
+from strata_cli.engine.device.cache_folder import CacheFolder
 from strata_cli.engine.device.host import HostDevice
 from strata_cli.engine.device.host_memory import HostBuffer
 from strata_cli.engine.device.host_stream import HostStream
@@ -203,6 +205,7 @@ def test_the_table_is_mapped_when_it_does_not_fit_beside_the_rest(
 def test_experts_are_cached_when_they_do_not_fit_beside_the_rest(
     monkeypatch: pytest.MonkeyPatch, model: Path, device: OwnMemory, host_reading: Reading
 ) -> None:
+    monkeypatch.setattr(profiling, "open_cache", lambda *_: CacheFolder(None, "a test"))
     device.free_bytes = needs_of(model, device, MAPPED_TABLE).device - 1
     with opened_on(monkeypatch, model, device) as engine:
         assert engine._streamer is not None

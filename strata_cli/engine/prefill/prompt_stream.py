@@ -75,21 +75,30 @@ class History:
         scores: use of each expert in general, [L, E].
 
     Attributes:
+        scores: see above; may be replaced.
         counts: what the streams of the last prompt did, chunk by chunk.
+        use: tokens of each expert in them, int64 [L, E]; None: there were none.
     """
 
     def __init__(self, scores: NDArray[np.float32]) -> None:
+        self.scores = scores
         self.counts: list[StreamCounts] = []
-        self._scores = scores
+        self.use: NDArray[np.int64] | None = None
         self._last_use: NDArray[np.int64] | None = None
+
+    def begin(self) -> None:
+        """A prompt begins."""
+        self.counts = []
+        self.use = None
 
     def order(self) -> NDArray[np.int64]:
         """All experts, likely ones first, [L, E]."""
-        return by_score(expected_use(self._last_use, self._scores), finest=ORDER_CLASSES)
+        return by_score(expected_use(self._last_use, self.scores), finest=ORDER_CLASSES)
 
     def add(self, stream: ChunkStream) -> None:
         """Take note of a chunk that is done."""
         self._last_use = stream.use
+        self.use = stream.use if self.use is None else self.use + stream.use
         self.counts.append(stream.counts)
 
 

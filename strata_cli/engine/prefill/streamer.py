@@ -34,6 +34,9 @@ class PromptStreamer:
         scores: use of each expert in general, [L, E].
         own_slots: of a ring beside the cache; 0: the cache lends it.
 
+    Attributes:
+        setting: see above.
+
     Raises:
         OutOfMemory: there is no room for the tables or the ring.
     """
@@ -45,7 +48,7 @@ class PromptStreamer:
         scores: NDArray[np.float32],
         own_slots: int = 0,
     ) -> None:
-        self._setting = setting
+        self.setting = setting
         self._rules = rules
         self._history = History(scores)
         self._held = setting.store.cache.pair_in.copy()
@@ -65,9 +68,21 @@ class PromptStreamer:
         """What the streams of the last prompt did, chunk by chunk."""
         return self._history.counts
 
+    @property
+    def use(self) -> NDArray[np.int64] | None:
+        """Tokens of each expert in them, [L, E]; None: there were none."""
+        return self._history.use
+
+    def hold(self, ranking: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
+        """Fill the cache anew: the pairs that it should hold, best first, and their use [L, E]."""
+        cache = self.setting.store.cache
+        cache.fill(ranking)
+        self._held = cache.pair_in.copy()
+        self._history.scores = scores
+
     def ring_slots(self, num_tokens: int) -> int:
         """Slots of the ring for a prompt's chunks of so many tokens; 0: none is needed."""
-        store = self._setting.store
+        store = self.setting.store
         num_entries = int((~store.cache.is_resident).sum())
         if num_tokens <= self._rules.short_tokens or not num_entries:
             return 0
@@ -89,13 +104,13 @@ class PromptStreamer:
             chunk_tokens: of its chunks; the last one may have fewer.
         """
         self._mend()
-        self._history.counts = []
+        self._history.begin()
         num_slots = self.ring_slots(min(num_tokens, chunk_tokens))
         num_kept = self._rules.kept_slots if num_tokens > chunk_tokens else 0
         with ExitStack() as resources:
             slots = self._borrow(num_slots, num_kept, resources) if num_slots else None
             stream = PromptStream(
-                self._setting, self._rules, self._tables, self._history, slots, num_slots
+                self.setting, self._rules, self._tables, self._history, slots, num_slots
             )
             resources.enter_context(_Closing(stream.close))
             yield stream
@@ -112,7 +127,7 @@ class PromptStreamer:
 
     def _borrow(self, num_slots: int, num_kept: int, resources: ExitStack) -> Tensor:
         """Slots for a ring and, behind them, for what is kept, as far as there are any."""
-        cache, slot_bytes = self._setting.store.cache, self._setting.store.slot_bytes
+        cache, slot_bytes = self.setting.store.cache, self.setting.store.slot_bytes
         if self._own is not None:
             return self._own.rows(0, min(num_slots + num_kept, self._own.shape[0]))
         count = min(num_slots + num_kept, cache.lendable_bytes // slot_bytes)
@@ -121,7 +136,7 @@ class PromptStreamer:
 
     def _mend(self) -> None:
         """Fill what was lent, also by a prompt whose end was interrupted."""
-        cache = self._setting.store.cache
+        cache = self.setting.store.cache
         if cache.loan is not None:
             cache.take_back(cache.loan)
         if (cache.pair_in != self._held).any():
