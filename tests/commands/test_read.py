@@ -90,6 +90,16 @@ def test_the_json_object_has_the_documented_keys(capsys: pytest.CaptureFixture[s
     assert result["canonical"] is False
 
 
+def test_a_model_without_a_name_has_its_files_as_far_as_that_is_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "m\udcff.gguf"  # the byte 0xff
+    content = write_tiny_model(tmp_path / "named.gguf").read_bytes()
+    path.write_bytes(content.replace(b"general.name", b"general.nane"))
+    result = read_json(capsys, "--tokens", "1", "--model", str(path))
+    assert result["model"] == "m\ufffd"
+
+
 def test_chunks_do_not_move_a_digit(capsys: pytest.CaptureFixture[str]) -> None:
     args = [QUESTION * 12, "--raw", "--top", "20", "--state-hash"]
     runs = [read_json(capsys, *args, "--prefill", n) for n in ("auto", "64", "192", "1024")]

@@ -8,6 +8,7 @@ model.
 from __future__ import annotations
 
 import glob
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -111,9 +112,13 @@ def files_of_model(path: Path) -> list[Path]:
 
 
 def model_stem(path: Path) -> str:
-    """The file's name without its ending, and without what numbers it as a shard."""
+    """The file's name without its ending, and without what numbers it as a shard.
+
+    Bytes that are no UTF-8 become U+FFFD: the name is for messages and JSON.
+    """
     match = _NAME.fullmatch(path.name)
-    return path.stem if match is None else match["stem"]
+    stem = path.stem if match is None else match["stem"]
+    return os.fsencode(stem).decode("utf-8", "replace")
 
 
 def _integer(metadata: Metadata, key: str) -> int:
