@@ -26,17 +26,17 @@ class Plan:
     reshuffled: int = 0
 
 
-FOUR, CLAIM, RAW = Plan(200, 150, 40), Plan(240, 120), Plan(120)
+FOUR, CLAIM, RAW = Plan(200, 60, 15), Plan(240, 60), Plan(120)
 PLANS = {
-    "section4": Plan(400, 250, 60),
-    "section10": Plan(120, 100, 30),
+    "section4": Plan(400, 100, 20),
+    "section10": Plan(120, 40, 5),
     "section_yes_no": CLAIM,
-    "wordnet4": Plan(400, 250, 60),
-    "wordnet10": Plan(250, 200, 40),
+    "wordnet4": Plan(400, 100, 20),
+    "wordnet10": Plan(250, 40, 5),
     "hypernym4": FOUR,
     "kind_yes_no": CLAIM,
     "debtags4": FOUR,
-    "debtags_yes_no": Plan(300, 120),
+    "debtags_yes_no": Plan(300, 100),
     "unseen_use4": FOUR,
     "definition4": RAW,
     "relation4": RAW,
