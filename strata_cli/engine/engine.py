@@ -208,6 +208,7 @@ class Engine:
                 num_layers=model.spec.num_layers,
                 num_experts=model.spec.num_experts,
                 chunk_tokens=sizes.chunk_tokens,
+                num_resident=_num_resident(model.spec, plan, loaded),
             )
             if streamer is not None and known.target is not None:
                 _measure_profile(forward, port, context_tokens, streamer, tokenizer, known)
@@ -329,6 +330,8 @@ class Sequence:
             StateError: an earlier call was interrupted halfway.
         """
         self._check([token_id])
+        if self._engine._streamer is not None:
+            self._engine._streamer.settle()
         return self._decoder.step(token_id)
 
     def snapshot(self) -> Snapshot:
@@ -480,6 +483,14 @@ def _depth_text(rules: StreamRules) -> str:
     if not rules.stream.skips_unrouted:
         return "routed or not"
     return f"only what is routed, {rules.stream.depth or 'auto'} copies deep"
+
+
+def _num_resident(spec: ModelSpec, plan: Plan, loaded: Loaded) -> int:
+    """Experts, of all layers together, in the memory that kernels read at full speed."""
+    if loaded.store is not None:
+        return int(loaded.store.cache.is_resident.sum())
+    is_mapped = plan.placement.experts is ExpertHome.MAPPED
+    return 0 if is_mapped else spec.num_layers * spec.num_experts
 
 
 def _watch(options: EngineOptions, device: Device) -> Watch:

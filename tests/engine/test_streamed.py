@@ -70,6 +70,32 @@ def test_a_chunk_copies_or_skips_what_is_not_resident(separate: Path, device_nam
         assert [c.copied + c.skipped for c in streamer_of(engine).counts][:3] == [num_entries] * 3
 
 
+def test_prompts_that_follow_each_other_borrow_once(separate: Path, device_name: str) -> None:
+    with Way(ring=16).open(separate, device_name) as engine, engine.sequence() as sequence:
+        cache = store_of(engine).cache
+        held = cache.pair_in.copy()
+        sequence.prefill(TURNS[0][:70])
+        first = cache.loan
+        assert first is not None
+        sequence.prefill(TURNS[0][70:80])
+        sequence.prefill(TURNS[1][:70])
+        assert store_of(engine).cache.loan is first
+        sequence.step(STEPS[0])
+        assert store_of(engine).cache.loan is None
+        assert (cache.pair_in == held).all()
+
+
+def test_a_longer_loan_follows_a_shorter_one(separate: Path, device_name: str, truth: Talk) -> None:
+    with Way().open(separate, device_name) as engine, engine.sequence() as sequence:
+        for length in (20, 100):
+            sequence.prefill(TURNS[0][sequence.position : sequence.position + length])
+        loan = store_of(engine).cache.loan
+        assert loan is not None
+        assert loan.num_slots == 25
+        logits = sequence.prefill(TURNS[0][120:], logits="all")
+        assert np.array_equal(logits, truth.logits[120 : len(TURNS[0])])
+
+
 def test_kept_experts_are_not_copied_again(separate: Path, device_name: str) -> None:
     way = Way(cache=60, least=10, ring=16, keep=9)
     with way.open(separate, device_name) as engine, engine.sequence() as sequence:
@@ -161,14 +187,14 @@ def test_an_interrupted_refill_is_made_up_for(engine: Engine, truth: Talk) -> No
     cache = store_of(engine).cache
     held = cache.pair_in.copy()
     with engine.sequence() as sequence:
-        with (
-            failing(cache._uploader, ("upload",), 0, KeyboardInterrupt()),
-            pytest.raises(KeyboardInterrupt),
-        ):
-            sequence.prefill(TURNS[0])
+        logits = sequence.prefill(TURNS[0], logits="all")
+        interrupt = failing(cache._uploader, ("upload",), 0, KeyboardInterrupt())
+        with interrupt, pytest.raises(KeyboardInterrupt):
+            sequence.step(STEPS[0])
         assert (cache.pair_in != held).any()
         # What is in no slot is read where it lies.
-        assert np.isfinite(sequence.step(STEPS[0])).all()
+        logits = np.concatenate([logits, sequence.step(STEPS[0])[None]])
+        assert np.array_equal(logits, truth.logits[: len(logits)])
     assert_same_talk(talk(engine), truth)
     assert (cache.pair_in == held).all()
 

@@ -12,6 +12,7 @@ from strata_cli.errors import StallError
 
 SHORTEST_NAP_S = 20e-6
 LONGEST_NAP_S = 1e-3
+LONGEST_POLL_S = 100e-6  # a GPU that waits for us does nothing meanwhile
 FIRST_NAP_S = 100e-6  # before the link's pace is known
 LONGEST_WAIT_S = 0.25  # between two looks at the watchdog
 
@@ -100,5 +101,5 @@ def poll(is_reached: Callable[[], bool], watchdog: Watchdog, what: str) -> None:
     nap_s = SHORTEST_NAP_S
     while not is_reached():
         time.sleep(nap_s)
-        nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
+        nap_s = min(1.1 * nap_s, LONGEST_POLL_S)
         watchdog.check(what)

@@ -1,6 +1,7 @@
 """Where the prompts of an engine get the slots that they stream experts through.
 
-The expert cache lends its last slots for the length of a prompt, and is filled again behind it.
+The expert cache lends its last slots to a prompt, and is filled again before the next step: prompts
+that follow each other, and decisions that need no step, go without.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class PromptStreamer:
         self._rules = rules
         self._history = History(scores)
         self._held = setting.store.cache.pair_in.copy()
+        self._lent: Tensor | None = None
         store = setting.store
         with ExitStack() as resources:
             tables = StreamTables(setting.device, setting.reads, store.layouts, store.num_experts)
@@ -74,8 +76,12 @@ class PromptStreamer:
         return self._history.use
 
     def hold(self, ranking: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
-        """Fill the cache anew: the pairs that it should hold, best first, and their use [L, E]."""
+        """Fill the cache anew: the pairs that it should hold, best first, and their use [L, E].
+
+        Raises what settle() and ExpertCache.fill() raise.
+        """
         cache = self.setting.store.cache
+        self.settle()
         cache.fill(ranking)
         self._held = cache.pair_in.copy()
         self._history.scores = scores
@@ -86,34 +92,45 @@ class PromptStreamer:
         num_entries = int((~store.cache.is_resident).sum())
         if num_tokens <= self._rules.short_tokens or not num_entries:
             return 0
+        cache = store.cache
+        lendable_bytes = (cache.num_slots - cache.least_slots) * store.slot_bytes
         needs = RingNeeds(
             chunk_tokens=num_tokens,
             slot_bytes=store.slot_bytes,
             pinned_share=store.pinned_share,
             num_entries=num_entries,
-            room_bytes=store.cache.lendable_bytes if self._own is None else self._own.nbytes,
+            room_bytes=lendable_bytes if self._own is None else self._own.nbytes,
         )
         return ring_slots(self._rules.ring, needs)
 
     @contextmanager
     def prompt(self, num_tokens: int, chunk_tokens: int) -> Iterator[PromptStream]:
-        """Around the chunks of a prompt. Leaving waits until lent slots are filled again.
+        """Around the chunks of a prompt. An error inside gives back at once what was lent.
 
         Args:
             num_tokens: of the prompt.
             chunk_tokens: of its chunks; the last one may have fewer.
         """
-        self._mend()
         self._history.begin()
         num_slots = self.ring_slots(min(num_tokens, chunk_tokens))
         num_kept = self._rules.kept_slots if num_tokens > chunk_tokens else 0
         with ExitStack() as resources:
-            slots = self._borrow(num_slots, num_kept, resources) if num_slots else None
+            resources.enter_context(_Closing(self._mend, only_on_error=True))
+            slots = self._borrow(num_slots, num_kept) if num_slots else None
             stream = PromptStream(
                 self.setting, self._rules, self._tables, self._history, slots, num_slots
             )
             resources.enter_context(_Closing(stream.close))
             yield stream
+
+    def settle(self) -> None:
+        """Fill again what a prompt was lent; before steps. Blocks until it is done.
+
+        Raises:
+            DeviceError: a copy failed; the experts are then read where they lie.
+        """
+        if self._lent is not None:
+            self._mend()
 
     def close(self) -> None:
         """Give the memory back. Safe to call twice."""
@@ -125,17 +142,22 @@ class PromptStreamer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _borrow(self, num_slots: int, num_kept: int, resources: ExitStack) -> Tensor:
+    def _borrow(self, num_slots: int, num_kept: int) -> Tensor:
         """Slots for a ring and, behind them, for what is kept, as far as there are any."""
         cache, slot_bytes = self.setting.store.cache, self.setting.store.slot_bytes
+        count = num_slots + num_kept
         if self._own is not None:
-            return self._own.rows(0, min(num_slots + num_kept, self._own.shape[0]))
-        count = min(num_slots + num_kept, cache.lendable_bytes // slot_bytes)
-        resources.enter_context(_Closing(self._mend))
-        return cache.lend(count * slot_bytes).memory.reshape(count, slot_bytes)
+            return self._own.rows(0, min(count, self._own.shape[0]))
+        count = min(count, cache.num_slots - cache.least_slots)
+        if self._lent is None or self._lent.shape[0] < count:
+            self._mend()
+            loan = cache.lend(count * slot_bytes)
+            self._lent = loan.memory.reshape(count, slot_bytes)
+        return self._lent.rows(0, count)
 
     def _mend(self) -> None:
-        """Fill what was lent, also by a prompt whose end was interrupted."""
+        """Fill what was lent, also to a prompt whose end was interrupted."""
+        self._lent = None
         cache = self.setting.store.cache
         if cache.loan is not None:
             cache.take_back(cache.loan)
@@ -149,18 +171,21 @@ class _Closing:
     Not behind a stall: what waits for a device that hangs would hang too. The next prompt mends it.
     """
 
-    def __init__(self, close: Callable[[], None]) -> None:
+    def __init__(self, close: Callable[[], None], *, only_on_error: bool = False) -> None:
         self._close = close
+        self._only_on_error = only_on_error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, StallError):
+        if kind is None:
+            if not self._only_on_error:
+                self._close()
+            return
+        if issubclass(kind, StallError):
             return
         try:
             self._close()
         except StrataError as error:
-            if kind is None:
-                raise
             logger.warning("behind another error: %s", error)
