@@ -56,19 +56,42 @@ struct Logits {
         }
     }
 
+    // A lane's best expert among its own that was not taken yet, where they are in registers: pairs
+    // of neighbours, then pairs of those, the lower one where they are equal.
+    __device__ void best_of_lane(int &order, int &id) const {
+        int orders_of[LOCAL > 0 ? LOCAL : 1], indices[LOCAL > 0 ? LOCAL : 1];
+#pragma unroll
+        for (int i = 0; i < LOCAL; i++) {
+            orders_of[i] = orders[i];
+            indices[i] = i;
+        }
+#pragma unroll
+        for (int step = 1; step < LOCAL; step *= 2) {
+#pragma unroll
+            for (int i = 0; i + step < LOCAL; i += 2 * step) {
+                const bool is_lower_best = orders_of[i] >= orders_of[i + step];
+                orders_of[i] = is_lower_best ? orders_of[i] : orders_of[i + step];
+                indices[i] = is_lower_best ? indices[i] : indices[i + step];
+            }
+        }
+        order = orders_of[0];
+        id = (threadIdx.x & 31) + 32 * indices[0];
+    }
+
     // The first expert, in descending logit and ascending id, after the one given.
-    __device__ void next(int &order, int &id) const {
+    __device__ void next(int &order, int &id) {
         int best = LEAST, best_id = 0x7fffffff;
         if (LOCAL > 0) {
-#pragma unroll
-            for (int i = 0; i < LOCAL; i++)
-                choose(orders[i], (threadIdx.x & 31) + 32 * i, order, id, best, best_id);
+            best_of_lane(best, best_id);
         } else {
             for (long long e = threadIdx.x & 31; e < count; e += 32)
                 choose(order_of(row[e]), static_cast<int>(e), order, id, best, best_id);
         }
         order = max_of_warp(best);
         id = -max_of_warp(best == order ? -best_id : LEAST);
+#pragma unroll
+        for (int i = 0; i < LOCAL; i++)  // taken
+            if (id == (threadIdx.x & 31) + 32 * i) orders[i] = LEAST;
     }
 
     // Sum over all experts of exp(logit - largest): each lane its own in turn, then folded.
@@ -103,7 +126,8 @@ __device__ inline void route_token(const float *logits, int *ids, float *weights
         own[rank] = exp_fast(logits[own_ids[rank]] - largest) / total;
     __syncwarp();
     float sum = 0.0f;
-    for (int rank = 0; rank < top_k; rank++) sum += own[rank];
+#pragma unroll 10
+    for (int rank = 0; rank < static_cast<int>(top_k); rank++) sum += own[rank];
     sum = sum < 0x1p-14f ? 0x1p-14f : sum;
     for (int rank = lane; rank < top_k; rank += 32) {
         ids[rank] = own_ids[rank];
@@ -143,19 +167,21 @@ __global__ void route_few(const float *logits, int *ids, float *weights, int *ex
                            weights + token * top_k, chosen + token * top_k, scratch + token * top_k,
                            num_experts, top_k);
     __syncthreads();
-    if (threadIdx.x == 0) expert_start[num_experts] = num_pairs;
-    for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
-        int below = 0, own = 0;
-        for (int pair = 0; pair < num_pairs; pair++) {
-            below += chosen[pair] < expert;
-            own += chosen[pair] == expert;
-        }
+    for (int expert = threadIdx.x; expert <= num_experts; expert += blockDim.x) {
+        int below = 0;
+#pragma unroll 10
+        for (int pair = 0; pair < num_pairs; pair++) below += chosen[pair] < expert;
         expert_start[expert] = below;
-        for (int pair = 0; own > 0 && pair < num_pairs; pair++) {
-            if (chosen[pair] != expert) continue;
-            row_of[below] = pair / static_cast<int>(top_k);
-            pair_of[pair] = below++;
-        }
+    }
+    // The last threads, which have least to do above, each place pairs.
+    for (int pair = blockDim.x - 1 - threadIdx.x; pair < num_pairs; pair += blockDim.x) {
+        const int expert = chosen[pair];
+        int before = 0;
+#pragma unroll 10
+        for (int other = 0; other < num_pairs; other++)
+            before += chosen[other] < expert || (chosen[other] == expert && other < pair);
+        row_of[before] = pair / static_cast<int>(top_k);
+        pair_of[pair] = before;
     }
 }
 
