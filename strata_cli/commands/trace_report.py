@@ -77,7 +77,12 @@ def _head(run: RunSummary) -> Iterator[str]:
         f"{run.prompt_ms:.1f} ms, {run.tokens_per_s:.0f} tokens/s"
     )
     if not run.is_streamed:
-        yield "0 experts streamed: kernels read all of them where they are"
+        where = (
+            "all are resident"
+            if run.num_resident == run.num_pairs
+            else f"{run.num_resident} of {run.num_pairs} are resident, others read where they are"
+        )
+        yield f"0 experts streamed: {where}"
         return
     yield (
         f"experts: {total.copied} copied, {total.skipped} skipped, {total.resident} resident, "
@@ -127,7 +132,7 @@ def _layer_table(layers: Sequence[LayerSummary]) -> Iterator[str]:
 
 
 def _row(traffic: Traffic, wall_us: float, *, is_streamed: bool) -> str:
-    routed, resident = (traffic.routed, traffic.resident) if is_streamed else ("-", "all")
+    routed, resident = (traffic.routed, traffic.resident) if is_streamed else ("-", "-")
     return (
         f"{wall_us / 1e3:>9.2f}{routed:>8}{resident:>9}{traffic.copied:>8}{traffic.skipped:>8}"
         f"{traffic.cpu:>6}{traffic.bytes / 1e6:>9.1f}{traffic.link_gbps:>7.2f}"

@@ -21,7 +21,7 @@ from strata_cli.engine.experts.placing import ExpertHome
 from strata_cli.engine.experts.profile import ExpertProfile
 from strata_cli.engine.forward.caching import CacheWishes
 from strata_cli.engine.forward.layers import Forward
-from strata_cli.engine.forward.loading import Notice, Progress, load_weights
+from strata_cli.engine.forward.loading import Loaded, Notice, Progress, load_weights
 from strata_cli.engine.forward.planning import DEFAULT_HOMES, Homes, Plan, Wishes, plan_model
 from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash, new_state

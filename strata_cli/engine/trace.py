@@ -30,7 +30,7 @@ Sink: TypeAlias = Callable[[Event], None]
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     # the run, on the host's clock
-    "run.begin": ("model", "device", "num_layers", "num_experts", "chunk_tokens"),
+    "run.begin": ("model", "device", "num_layers", "num_experts", "chunk_tokens", "num_resident"),
     "prompt.begin": ("position", "tokens"),
     "prompt.end": ("tokens", "dur_us"),
     "chunk.begin": ("position", "tokens", "ring_slots"),

@@ -34,10 +34,10 @@ def test_a_model_whose_experts_are_all_resident_says_so_and_shows_its_layers(
     assert run(strata, ["trace", *PROMPT, "--prefill", "16", "--warm-up"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("strata-demo on host: 20 tokens in 2 chunks, ")
-    assert lines[1] == "0 experts streamed: kernels read all of them where they are"
+    assert lines[1] == "0 experts streamed: all are resident"
     chunks = [line.split() for line in lines[4:6]]
     assert [chunk[1:3] for chunk in chunks] == [["0", "16"], ["16", "4"]]
-    assert all(chunk[4:9] == ["-", "all", "0", "0", "0"] for chunk in chunks)
+    assert all(chunk[4:9] == ["-", "-", "0", "0", "0"] for chunk in chunks)
     assert [line.split()[0] for line in lines[8:16]] == [str(layer) for layer in range(8)]
     assert sum("compute |" in line for line in lines) == 2
 
@@ -71,6 +71,14 @@ def test_a_prompt_is_streamed_and_shown(
         assert 0 < chunk["link_share"] <= 1
         copied = [layer["traffic"]["copied"] for layer in chunk["layers"]]
         assert sum(copied) == traffic["copied"]
+
+
+def test_chunks_of_few_tokens_read_experts_where_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(strata, ["trace", *PROMPT, "--expert-cache", "60"]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line == "0 experts streamed: 60 of 128 are resident, others read where they are"
 
 
 def test_tokens_that_are_reused_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

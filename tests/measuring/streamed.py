@@ -15,7 +15,15 @@ def streamed_trace() -> tuple[list[Event], list[StreamCounts]]:
     events: list[Event] = []
     counts = []
     trace = Trace(events.append)
-    trace.event("run.begin", model="m", device="host", num_layers=6, num_experts=24, chunk_tokens=8)
+    trace.event(
+        "run.begin",
+        model="m",
+        device="host",
+        num_layers=NUM_LAYERS,
+        num_experts=24,
+        chunk_tokens=8,
+        num_resident=50,
+    )
     start_ns = trace.now_ns()
     with open_device("host") as device:
         lab = Lab(device, large_case(NUM_LAYERS, ring_slots=RING_SLOTS), trace)

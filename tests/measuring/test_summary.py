@@ -76,9 +76,8 @@ def test_what_came_although_no_token_wanted_it_counts(copied: int, share: float)
 
 def test_a_trace_that_was_cut_off_is_summed_up_as_far_as_it_goes() -> None:
     run = summarize([event("prompt.begin", 0, -1, position=0, tokens=3), *SMALL[:1]])
-    assert (run.model, run.tokens, run.prompt_ms, run.tokens_per_s, run.link_share) == ("",) + 4 * (
-        0,
-    )
+    assert (run.model, run.num_pairs, run.tokens) == ("", 0, 0)
+    assert (run.prompt_ms, run.tokens_per_s, run.link_share) == (0, 0, 0)
     assert run.chunks[0].wall_us == run.chunks[0].link_share == 0
     assert not run.is_streamed
     assert add([]) == Traffic()
@@ -88,6 +87,7 @@ def test_a_streamed_run_adds_up_to_what_its_streams_counted() -> None:
     events, counts = streamed_trace()
     run = summarize(events)
     assert (run.model, run.device, run.tokens) == ("m", "host", 16)
+    assert (run.num_pairs, run.num_resident) == (144, 50)
     assert run.is_streamed
     for chunk, count in zip(run.chunks, counts, strict=True):
         assert chunk.ring_slots == RING_SLOTS

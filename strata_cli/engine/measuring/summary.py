@@ -117,6 +117,8 @@ class RunSummary:
 
     Attributes:
         model, device: of the run; "" if the trace does not begin with it.
+        num_pairs: experts of all layers; 0 if the trace does not begin with it.
+        num_resident: of those, when the model was loaded.
         tokens: of all prompts.
         prompt_ms: that they took.
         traffic: of all chunks.
@@ -125,6 +127,8 @@ class RunSummary:
 
     model: str
     device: str
+    num_pairs: int
+    num_resident: int
     tokens: int
     prompt_ms: float
     traffic: Traffic
@@ -159,12 +163,14 @@ def summarize(events: Sequence[Event]) -> RunSummary:
     for event in events:
         by_chunk[event["chunk"]].append(event)
     outside = by_chunk.pop(OUTSIDE, [])
-    begins = [event for event in outside if event["ev"] == "run.begin"]
+    begin = next((event for event in outside if event["ev"] == "run.begin"), None)
     ends = [event for event in outside if event["ev"] == "prompt.end"]
     chunks = tuple(_chunk(number, by_chunk[number]) for number in sorted(by_chunk))
     return RunSummary(
-        model=begins[-1]["model"] if begins else "",
-        device=begins[-1]["device"] if begins else "",
+        model=begin["model"] if begin else "",
+        device=begin["device"] if begin else "",
+        num_pairs=begin["num_layers"] * begin["num_experts"] if begin else 0,
+        num_resident=begin["num_resident"] if begin else 0,
         tokens=sum(event["tokens"] for event in ends),
         prompt_ms=sum(event["dur_us"] for event in ends) / 1e3,
         traffic=add(chunk.traffic for chunk in chunks),
