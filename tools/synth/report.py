@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Device, Tensor
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.forward.feeding import ExpertFeed
 from strata_cli.engine.forward.layers import Batch, Forward
 from strata_cli.engine.forward.weights import LayerWeights
 from strata_cli.errors import InputError
@@ -96,9 +97,16 @@ class _WatchingForward(Forward):
     device: Device
     routed: dict[int, list[NDArray[Any]]] = field(default_factory=dict)
 
-    def layer(self, index: int, layer: LayerWeights, batch: Batch, x: Tensor) -> None:
+    def layer(
+        self,
+        index: int,
+        layer: LayerWeights,
+        batch: Batch,
+        x: Tensor,
+        feed: ExpertFeed | None = None,
+    ) -> None:
         """Enqueue one layer, wait for it, and note its routing."""
-        Forward.layer(self, index, layer, batch, x)
+        Forward.layer(self, index, layer, batch, x, feed)
         ids = self.workspace.take("expert_ids", batch.num_tokens)
         self.routed.setdefault(index, []).append(download(self.device, self.stream, ids))
 
