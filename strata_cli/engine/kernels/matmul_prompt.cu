@@ -183,15 +183,6 @@ struct Many {
                 low.pair[2 * half], o.pair[2 * half], low.pair[2 * half + 1], o.pair[2 * half + 1]);
     }
 
-    // Step STEP of the first stage of all.
-    template <int STEP>
-    __device__ void decode_all(const Staged<STEP_ALIGN> (&rows)[GROUPS],
-                               RowScale (&scale)[GROUPS]) const {
-        Octet low;
-#pragma unroll
-        for (int i = 0; i < GROUPS; i++) decode_part<STEP>(rows, scale, 0, i, low);
-    }
-
     // A warp's tokens in a tile: groups of eight.
     struct Share {
         int first, count;
@@ -204,13 +195,6 @@ struct Many {
         return token_warp ? Share{first, all - first} : Share{0, first};
     }
 
-    // Weights of a step: halves of this warp's two tiles of 16 rows.
-    __device__ void load_w(uint4 (&to)[2][2], int slot, int step) const {
-        const int tile = threadIdx.x / 32 % ROW_WARPS * 2;
-#pragma unroll
-        for (int i = 0; i < 4; i++) to[i / 2][i % 2] = *operand_at(slot, tile + i / 2, step, i % 2);
-    }
-
     __device__ static uint4 load_x(const unsigned char *own, int step, int n) {
         const int odd = 64 * ((threadIdx.x & 31) / 4 % 2);
         return *reinterpret_cast<const uint4 *>(own + (step % 2 ? -odd : odd) + 64 * step +
@@ -221,63 +205,76 @@ struct Many {
         float of[2][8][4];
     };
 
-    __device__ static void multiply_pair(Sums &sums, const uint4 (&w)[2][2], const uint4 (&x)[2],
-                                         int p) {
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int m = i / 2, n = i % 2;
-                const uint4 &own = w[m][half];
-                multiply(sums.of[m][2 * p + n], own.x, own.y, own.z, own.w, half ? x[n].z : x[n].x,
-                         half ? x[n].w : x[n].y);
-            }
-    }
+    // What a warp needs while it multiplies a stage and decodes the next one.
+    struct Stage {
+        int slot, first_group, steps;     // steps within the row
+        Staged<STEP_ALIGN> rows[GROUPS];  // to decode
+        RowScale scale[GROUPS];
+    };
 
-    // Multiplies a stage, and decodes the next one: FIRST is its first step in its raw stage.
-    template <int FIRST>
-    __device__ void make_stage(Sums &sums, const Share &share, int in_row,
-                               const Staged<STEP_ALIGN> (&rows)[GROUPS], RowScale (&scale)[GROUPS],
-                               int slot) const {
-        const int lane = threadIdx.x & 31;
-        const unsigned char *own =
-            x + slot * X_SLOT_BYTES + (8 * share.first + lane / 4) * TOKEN_BYTES + 16 * (lane & 3);
-        uint4 now[2][2], next[2][2], v[4][2];
-        load_w(now, slot, 0);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (WHOLE || i < share.count) v[i / 2][i % 2] = load_x(own, 0, i);
-        step<FIRST, 0>(sums, share, in_row, rows, scale, slot, own, now, next, v);
-        step<FIRST, 1>(sums, share, in_row, rows, scale, slot, own, next, now, v);
-        step<FIRST, 2>(sums, share, in_row, rows, scale, slot, own, now, next, v);
-        step<FIRST, 3>(sums, share, in_row, rows, scale, slot, own, next, now, v);
-    }
-
-    // v holds the activations of pairs p and p + 1 of groups; those of p + 2 are on their way.
-    template <int FIRST, int STEP>
-    __device__ void step(Sums &sums, const Share &share, int in_row,
-                         const Staged<STEP_ALIGN> (&rows)[GROUPS], RowScale (&scale)[GROUPS],
-                         int slot, const unsigned char *own, const uint4 (&now)[2][2],
-                         uint4 (&next)[2][2], uint4 (&v)[4][2]) const {
-        if (STEP < 3) load_w(next, slot, STEP + 1);
-        const int groups = LANE >= 32 || STEP < in_row ? share.count : 0;
+    // Step STEP of the first stage of all.
+    template <int STEP>
+    __device__ void decode_all(Stage &stage) const {
         Octet low;
 #pragma unroll
-        for (int p = 0; p < 4; p++) {
-            // Two pairs ahead: of this step, or the first ones of the next.
-            const int q = (p + 2) % 4, at = STEP + (p + 2) / 4;
+        for (int i = 0; i < GROUPS; i++) decode_part<STEP>(stage.rows, stage.scale, 0, i, low);
+    }
+
+    // Multiplies 16 * PAIRS tokens. FIRST is the next stage's first step in its raw stage.
+    template <int FIRST, int PAIRS>
+    __device__ void make_stage(Sums &sums, Stage &stage) const {
+        const int lane = threadIdx.x & 31, tile = threadIdx.x / 32 % ROW_WARPS * 2;
+        const unsigned char *own = x + stage.slot * X_SLOT_BYTES +
+                                   (8 * stage.first_group + lane / 4) * TOKEN_BYTES +
+                                   16 * (lane & 3);
+        uint4 w[2][2], v[2 * PAIRS];
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                if (at < 4 && (WHOLE || 2 * q + i < share.count))
-                    v[q][i] = load_x(own, at, 2 * q + i);
-            // The same on both ways, so that decoding goes between the products.
-            if ((WHOLE && LANE >= 32) || 2 * p < groups) {
-                multiply_pair(sums, now, v[p], p);
-                if (p < GROUPS) decode_part<FIRST + STEP>(rows, scale, slot ^ 1, p, low);
-            } else {
-                if (p < GROUPS) decode_part<FIRST + STEP>(rows, scale, slot ^ 1, p, low);
+        for (int i = 0; i < 4; i++)
+            w[i / 2][i % 2] = *operand_at(stage.slot, tile + i / 2, 0, i % 2);
+#pragma unroll
+        for (int n = 0; n < 2 * PAIRS; n++) v[n] = load_x(own, 0, n);
+        make_step<FIRST, 0, PAIRS>(sums, stage, own, w, v);
+        make_step<FIRST, 1, PAIRS>(sums, stage, own, w, v);
+        make_step<FIRST, 2, PAIRS>(sums, stage, own, w, v);
+        make_step<FIRST, 3, PAIRS>(sums, stage, own, w, v);
+    }
+
+    // Operands of the next step are loaded behind their last use. Weights stay for many products:
+    // the tensor cores keep them.
+    template <int FIRST, int STEP, int PAIRS>
+    __device__ void make_step(Sums &sums, Stage &stage, const unsigned char *own, uint4 (&w)[2][2],
+                              uint4 (&v)[2 * PAIRS]) const {
+        const int tile = threadIdx.x / 32 % ROW_WARPS * 2;
+        const bool in_row = LANE >= 32 || STEP < stage.steps;
+        Octet low;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int half = i / 2, m = i % 2;
+            const uint4 a = w[m][half];
+#pragma unroll
+            for (int n = 0; n < 2 * PAIRS; n++) {
+                if (in_row)
+                    multiply(sums.of[m][n], a.x, a.y, a.z, a.w, half ? v[n].z : v[n].x,
+                             half ? v[n].w : v[n].y);
+                if (i == 3 && STEP < 3) v[n] = load_x(own, STEP + 1, n);
             }
+            if (STEP < 3) w[m][half] = *operand_at(stage.slot, tile + m, STEP + 1, half);
+            if (i < GROUPS)
+                decode_part<FIRST + STEP>(stage.rows, stage.scale, stage.slot ^ 1, i, low);
         }
+    }
+
+    // Also where a warp has no tokens at all: it decodes.
+    template <int FIRST>
+    __device__ void make_stage_of(int groups, Sums &sums, Stage &stage) const {
+        if (WHOLE || groups > 6)
+            make_stage<FIRST, 4>(sums, stage);
+        else if (groups > 4)
+            make_stage<FIRST, 3>(sums, stage);
+        else if (groups > 2)
+            make_stage<FIRST, 2>(sums, stage);
+        else
+            make_stage<FIRST, 1>(sums, stage);
     }
 
     // What is copied next. The last stage of the stream is copied again and again, to slots that
@@ -312,13 +309,12 @@ struct Many {
         commit_copies();
         wait_copies<0>();
         __syncthreads();
-        Staged<STEP_ALIGN> rows[GROUPS];
-        RowScale scale[GROUPS];
-        find_rows(rows, decoded.at, 0);
-        decode_all<0>(rows, scale);
-        decode_all<1>(rows, scale);
-        decode_all<2>(rows, scale);
-        decode_all<3>(rows, scale);
+        Stage stage;
+        find_rows(stage.rows, decoded.at, 0);
+        decode_all<0>(stage);
+        decode_all<1>(stage);
+        decode_all<2>(stage);
+        decode_all<3>(stage);
         Cursor at = {0, 0};
         int left_of_slice = product.slice;
         Sums sums = {}, totals = {};
@@ -337,17 +333,19 @@ struct Many {
             commit_copies();
             decoded.advance(stages, 1);
             if (PER_RAW == 1 || !is_first)
-                find_rows(rows, decoded.at, PER_RAW == 1 ? ~s & 1 : ~(s / 2) & 1);
+                find_rows(stage.rows, decoded.at, PER_RAW == 1 ? ~s & 1 : ~(s / 2) & 1);
             const Tile &tile = ring[at.tile % RING];
             // The shuffles tell the compiler that a warp agrees on them.
             Share share = share_of_tile(tile.count);
             share = {__shfl_sync(0xffffffffu, share.first, 0),
                      __shfl_sync(0xffffffffu, share.count, 0)};
-            const int in_row = (product.cols - at.stage * STAGE + 31) / 32;
+            stage.slot = s & 1;
+            stage.first_group = share.first;
+            stage.steps = (product.cols - at.stage * STAGE + 31) / 32;
             if (PER_RAW == 2 && is_first)
-                make_stage<PER_RAW == 2 ? 4 : 0>(sums, share, in_row, rows, scale, s & 1);
+                make_stage_of<PER_RAW == 2 ? 4 : 0>(share.count, sums, stage);
             else
-                make_stage<0>(sums, share, in_row, rows, scale, s & 1);
+                make_stage_of<0>(share.count, sums, stage);
             left_of_slice -= STAGE;
             const bool is_last = at.stage + 1 == stages;
             if (left_of_slice == 0 || is_last) {
