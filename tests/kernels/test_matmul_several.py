@@ -5,13 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from strata_cli.engine.kernels.hyper import lowrank_silu
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
+from strata_cli.engine.kernels.matmul_gated import (
+    grouped_matmul_swiglu,
+    matmul_silu,
+    matmul_swiglu,
+)
 from strata_cli.engine.kernels.matmul_several import (
     Experts,
     Product,
     grouped_matmul_pair,
     matmul_several,
 )
+from strata_cli.engine.kernels.moe import swiglu
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import QuantType, row_bytes
 from tests.kernels.lab import Lab, normal
@@ -67,3 +74,40 @@ def test_two_matrices_of_experts_together_are_those_alone(
         out = lab.empty((pairs, rows))
         grouped_matmul(lab.stream, x, each.blobs, each.layout, row_of, start, out)
         np.testing.assert_array_equal(lab.get(each.out), lab.get(out))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qtype", [Q.Q8_0, Q.IQ4_NL, Q.F32])
+@pytest.mark.parametrize("tokens", [1, 11])
+def test_gates_as_they_are_loaded_have_the_bits_of_their_kernels(
+    gpu_lab: Lab, qtype: QuantType, tokens: int
+) -> None:
+    lab, cols, rows = gpu_lab, 640, 70
+    weight = Weight(lab.put(packed_rows(qtype, rows, cols, 3)), qtype, rows, cols)
+    gate, up = lab.put(normal(1, tokens, cols)), lab.put(normal(2, tokens, cols))
+    fused, out = lab.empty((tokens, rows)), lab.empty((tokens, rows))
+    matmul_swiglu(lab.stream, gate, up, weight, fused)
+    gated = lab.empty((tokens, cols))
+    swiglu(lab.stream, gate, up, gated)
+    matmul(lab.stream, gated, weight, out)
+    np.testing.assert_array_equal(lab.get(fused), lab.get(out))
+    matmul_silu(lab.stream, gate, 4, weight, fused)
+    lowrank_silu(lab.stream, gate, 4)
+    matmul(lab.stream, gate, weight, out)
+    np.testing.assert_array_equal(lab.get(fused), lab.get(out))
+
+
+@pytest.mark.gpu
+def test_gated_experts_have_the_bits_of_swiglu_and_the_product(gpu_lab: Lab) -> None:
+    lab, qtype, rows, cols, starts = gpu_lab, Q.IQ4_NL, 48, 640, [0, 1, 1, 2, 4]
+    pairs = starts[-1]
+    blobs = [lab.put(packed_rows(qtype, rows, cols, seed)) for seed in range(4)]
+    addresses = lab.put(np.array([blob.address for blob in blobs], np.int64))
+    gate, up = lab.put(normal(1, pairs, cols)), lab.put(normal(2, pairs, cols))
+    order, start = lab.put(np.arange(pairs, dtype=np.int32)), lab.put(np.array(starts, np.int32))
+    experts = Experts(addresses, WeightLayout(qtype, rows, cols, 0), lab.empty((pairs, rows)))
+    grouped_matmul_swiglu(lab.stream, gate, up, experts, order, start, pairs)
+    swiglu(lab.stream, gate, up, gate)
+    out = lab.empty((pairs, rows))
+    grouped_matmul(lab.stream, gate, addresses, experts.layout, order, start, out)
+    np.testing.assert_array_equal(lab.get(experts.out), lab.get(out))

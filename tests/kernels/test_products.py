@@ -166,6 +166,8 @@ def test_products_compile_for_every_architecture(architecture: str) -> None:
         few_plan((matrix,), 1, 1, 99 << 10).unit,
         few_plan((matrix_of(QuantType.F32, 512, 2560), matrix), 1, 1, 99 << 10).unit,
         few_plan((matrix, matrix), 1, 10, 99 << 10, 512).unit,
+        few_plan((matrix,), 1, 1, 99 << 10, is_gated=True).unit,
+        few_plan((matrix,), 10, 10, 99 << 10, 512, is_gated=True).unit,
         grouped_many_plan(matrix, 20480, 512, 99 << 10).unit,
     )
     for source, function, defines in units:

@@ -33,6 +33,13 @@ from strata_cli.engine.kernels import gdn as gdn_kernels
 from strata_cli.engine.kernels import hyper, indexer, moe, ngram, rope
 from strata_cli.engine.kernels.embed import embed_streams
 from strata_cli.engine.kernels.matmul import FEW_TOKENS, grouped_matmul, matmul, round_rows
+from strata_cli.engine.kernels.matmul_gated import (
+    can_gate,
+    can_gate_pairs,
+    grouped_matmul_swiglu,
+    matmul_silu,
+    matmul_swiglu,
+)
 from strata_cli.engine.kernels.matmul_several import (
     Experts,
     Product,
@@ -147,8 +154,11 @@ class Forward:
         if weights.inject is not None:
             products.append(Product(weights.inject, inject))
         matmul_several(stream, normed, products, rounded)
-        hyper.lowrank_silu(stream, low, self.spec.num_streams)
-        matmul(stream, low, weights.up, gate, self._rounded(low))
+        if can_gate(stream, x.shape[0]):
+            matmul_silu(stream, low, self.spec.num_streams, weights.up, gate)
+        else:
+            hyper.lowrank_silu(stream, low, self.spec.num_streams)
+            matmul(stream, low, weights.up, gate, self._rounded(low))
         rounded = self._room_for_rounded(y)
         hyper.stream_mix(stream, gate, normed, y, rounded)
         return LayerInput(y, rounded, inject)
@@ -344,10 +354,13 @@ class Forward:
         feed.publish(index, start)
         if not is_few:
             matmul_several(stream, read.values, products[1:], read.rounded)
-        moe.swiglu(stream, gate, up, gate)
         shared_out = take("shared_out", num)
-        rounded = self._rounded_over(up, gate, 0)
-        matmul(stream, gate, weights.shared_down, shared_out, rounded)
+        if can_gate(stream, num):
+            matmul_swiglu(stream, gate, up, weights.shared_down, shared_out)
+        else:
+            moe.swiglu(stream, gate, up, gate)
+            rounded = self._rounded_over(up, gate, 0)
+            matmul(stream, gate, weights.shared_down, shared_out, rounded)
         for group in feed.groups(index):
             self._routed(experts, read, row_of, start, group)
         out, expert_out = take("out", num), take("expert_out", row_of.shape[0])
@@ -376,15 +389,17 @@ class Forward:
         ]
         x, rounded = read.values, read.rounded
         grouped_matmul_pair(stream, x, both[0], both[1], row_of, start, rounded, num_pairs)
+        in_order, down = self.workspace.numbers(pairs), experts.down
+        blobs, layout = down.blobs.rows(ranks.start, ranks.stop), down.layout
+        out = self.workspace.take("expert_out", pairs)
+        if can_gate_pairs(stream, num_pairs, len(ranks)):
+            products = Experts(blobs, layout, out)
+            grouped_matmul_swiglu(stream, gate, up, products, in_order, start, num_pairs)
+            return
         own = gate.rows(first, stop)
         moe.swiglu(stream, own, up.rows(first, stop), own)
         rounded = self._rounded_over(up, own, first)
-        in_order, down = self.workspace.numbers(pairs), experts.down
-        blobs, out = (
-            down.blobs.rows(ranks.start, ranks.stop),
-            self.workspace.take("expert_out", pairs),
-        )
-        grouped_matmul(stream, gate, blobs, down.layout, in_order, start, out, rounded, num_pairs)
+        grouped_matmul(stream, gate, blobs, layout, in_order, start, out, rounded, num_pairs)
 
     def _rounded_over(self, used: Tensor, x: Tensor, first: int) -> Tensor | None:
         """Enqueue rows of f16 over float32 rows that are used up, where rows are many.

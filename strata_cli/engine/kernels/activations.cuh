@@ -1,6 +1,17 @@
 // Activations of a few rows in shared memory as f16, in the order in which lanes multiply them.
 #pragma once
+#include "math32.cuh"
 #include "weights.cuh"
+
+// What is multiplied: x itself, or silu(x / divisor), times `up` where that is not null.
+struct Plain {
+    static constexpr bool IS_GATED = false;
+};
+struct Gated {
+    static constexpr bool IS_GATED = true;
+    const float *up;  // as x
+    float divisor;
+};
 
 // The rows of x that a block multiplies, in the order of its columns.
 struct Columns {
@@ -84,11 +95,26 @@ __device__ inline void store_octet(uint4 *planes, int plane, int octet, int colu
     }
 }
 
+// Not inlined: long code is slow to arrive, and few values go through it.
+__device__ __noinline__ float gate_of(float x, float divisor) { return silu32(x / divisor); }
+
+// What is multiplied for eight of x, which are v, of a row that begins at `row`.
+template <bool WHOLE>
+__device__ inline void apply(const Gated &gate, long long row, int k, int cols, float (&v)[8]) {
+    float up[8];
+    if (gate.up) load_eight<WHOLE>(gate.up + row, k, cols, up);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        v[i] = gate_of(v[i], gate.divisor);
+        if (gate.up) v[i] *= up[i];
+    }
+}
+
 // All planes of x by the first `warps` warps: 32 octets of a column at a time, TOGETHER of them on
 // their way at once.
-template <int TOGETHER, class... Kinds>
+template <int TOGETHER, class... Kinds, class Gate>
 __device__ inline void load_octets(uint4 *planes, const float *x, int cols,
-                                   const Columns &columns, int warps) {
+                                   const Columns &columns, const Gate &gate, int warps) {
     const int lane = threadIdx.x & 31, count = columns.count;
     const int octets = (cols + 31) / 32 * 4;
     int column = threadIdx.x / 32, first = lane;
@@ -106,6 +132,8 @@ __device__ inline void load_octets(uint4 *planes, const float *x, int cols,
                 const long long row =
                     columns.source ? columns.source[column] : columns.first + column;
                 load_eight<(TOGETHER > 1)>(x + row * cols, 8 * first, cols, v[i]);
+                if constexpr (Gate::IS_GATED)
+                    apply<(TOGETHER > 1)>(gate, row * cols, 8 * first, cols, v[i]);
             }
             column += warps;
             next();
@@ -119,13 +147,14 @@ __device__ inline void load_octets(uint4 *planes, const float *x, int cols,
 }
 
 // All planes of x by the first `warps` warps. Does not wait for the other threads.
-template <class... Kinds>
+template <class... Kinds, class Gate>
 __device__ inline void load_activations(uint4 *planes, const float *x, int cols,
-                                        const Columns &columns, int warps) {
-    const bool is_whole = ((reinterpret_cast<unsigned long long>(x) | 4 * cols) & 15) == 0 &&
-                          cols % 32 == 0;
+                                        const Columns &columns, const Gate &gate, int warps) {
+    unsigned long long places = reinterpret_cast<unsigned long long>(x) | 4 * cols;
+    if constexpr (Gate::IS_GATED) places |= reinterpret_cast<unsigned long long>(gate.up);
+    const bool is_whole = places % 16 == 0 && cols % 32 == 0;
     if (is_whole)
-        load_octets<2, Kinds...>(planes, x, cols, columns, warps);
+        load_octets<2, Kinds...>(planes, x, cols, columns, gate, warps);
     else
-        load_octets<1, Kinds...>(planes, x, cols, columns, warps);
+        load_octets<1, Kinds...>(planes, x, cols, columns, gate, warps);
 }

@@ -261,6 +261,8 @@ def few_plan(
     limit: int,
     experts: int = 0,
     way: Way = Way(),  # noqa: B008  # frozen
+    *,
+    is_gated: bool = False,
 ) -> Plan:
     """The few-row function for matrices that share x, or for those of each of several experts.
 
@@ -272,6 +274,7 @@ def few_plan(
         limit: shared memory that a block may have.
         experts: 0: no experts.
         way: other than the usual choice.
+        is_gated: of one matrix: what is multiplied is silu of x, perhaps times something.
 
     Raises:
         DeviceError: nothing fits the shared memory.
@@ -283,7 +286,9 @@ def few_plan(
     cuts = [number for cut in shape.cuts for number in cut[:5]]
     own: tuple[int, ...] = ()
     if len(matrices) == 1:
-        name = "grouped_few" if experts else "matmul_few"
+        name = ("gated_" if is_gated else "") + (
+            "grouped_few" if experts else "few" if is_gated else "matmul_few"
+        )
         parameters = f"{matrices[0].qtype.name}, {kinds[0].lane}, {shape.rows}, {kinds[0].align}"
     elif experts:
         name = "grouped_pair"

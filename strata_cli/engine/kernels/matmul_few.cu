@@ -455,9 +455,9 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
 }
 #endif
 
-template <int ROWS, int MATRICES, class... Kinds>
+template <class Gate, int ROWS, int MATRICES, class... Kinds>
 __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Columns &columns,
-                           const float *x, uint4 *all_shared) {
+                           const float *x, const Gate &gate, uint4 *all_shared) {
     const int warps = blockDim.x / 32 - 1;  // those that multiply
     const Team team(work.layout.team_warps, warps);
     const Shared<ROWS, Kinds...> shared(all_shared, work.layout, work.cols, columns.count,
@@ -472,7 +472,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
     }
     Shared<ROWS, Kinds...>::Book::load(shared.book, 32 * warps);
     wait_for_launches_ahead();  // weights may come earlier: no launch writes them
-    load_activations<Kinds...>(shared.planes, x, work.cols, columns, warps);
+    load_activations<Kinds...>(shared.planes, x, work.cols, columns, gate, warps);
     __syncthreads();
     make_tiles(work, shared, columns, team);
 }
@@ -495,7 +495,28 @@ __global__ void __launch_bounds__(MOST_THREADS)
     let_next_start();
     const int first = static_cast<int>(columns) * blockIdx.x;
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
-    few(work, {nullptr, first, count}, x, shared);
+    few(work, {nullptr, first, count}, x, Plain(), shared);
+}
+
+// gated_few: as matmul_few, of silu(x / divisor), times up where that is not x itself
+template <int TYPE, int LANE, int ROWS, int ALIGN>
+__global__ void __launch_bounds__(MOST_THREADS)
+    gated_few(const float *x, const float *up, const unsigned char *data, float *out, long long, long long tokens,
+               long long rows, long long cols, long long divisor, long long columns, long long team_warps,
+               long long slots, long long slot_chunks, long long parts, long long slice,
+               long long slices, long long part_slices, long long span_shift, long long chunks) {
+    extern __shared__ uint4 shared[];
+    Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
+    work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
+    work.plans[0] = plan_from(slice, slices, part_slices, span_shift, chunks);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.cols = static_cast<int>(cols);
+    work.number_tiles();
+    let_next_start();
+    const Gated gate = {up == x ? nullptr : up, static_cast<float>(divisor)};
+    const int first = static_cast<int>(columns) * blockIdx.x;
+    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
+    few(work, {nullptr, first, count}, x, gate, shared);
 }
 
 // matmul_several: the first MATRICES of six matrices, of up to three kinds; grid as matmul_few
@@ -536,7 +557,7 @@ __global__ void __launch_bounds__(MOST_THREADS) matmul_several(
     let_next_start();
     const int first = static_cast<int>(columns) * blockIdx.x;
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
-    few(work, {nullptr, first, count}, x, shared);
+    few(work, {nullptr, first, count}, x, Plain(), shared);
 }
 
 // grouped_few: pairs sorted by expert; grid (pairs of these experts, blocks). Blocks x make the
@@ -562,7 +583,31 @@ __global__ void __launch_bounds__(MOST_THREADS)
     work.layout = layout_from(team_warps, slots, slot_chunks, parts);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
-    few(work, {found.source, found.first, found.count}, x, shared);
+    few(work, {found.source, found.first, found.count}, x, Plain(), shared);
+}
+
+// gated_grouped_few: as grouped_few, of silu(x) * up
+template <int TYPE, int LANE, int ROWS, int ALIGN>
+__global__ void __launch_bounds__(MOST_THREADS)
+    gated_grouped_few(const float *x, const float *up, const long long *blobs, const int *row_of, const int *expert_start,
+                float *out, long long, long long rows, long long cols, long long offset_bytes,
+                long long experts, long long columns, long long team_warps, long long slots,
+                long long slot_chunks, long long parts, long long slice, long long slices,
+                long long part_slices, long long span_shift, long long chunks) {
+    extern __shared__ uint4 shared[];
+    __shared__ Found found;
+    let_next_start();
+    if (!find_pairs(found, row_of, expert_start, static_cast<int>(experts),
+                    static_cast<int>(columns), blobs, blobs))
+        return;
+    Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
+    work.matrices[0] = {reinterpret_cast<const unsigned char *>(found.blobs[0]) + offset_bytes, out,
+                        static_cast<int>(rows), 0, 0};
+    work.plans[0] = plan_from(slice, slices, part_slices, span_shift, chunks);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.cols = static_cast<int>(cols);
+    work.number_tiles();
+    few(work, {found.source, found.first, found.count}, x, Gated{up, 1.0f}, shared);
 }
 
 // grouped_pair: as grouped_few with two matrices of one shape and type per expert, which may lie in
@@ -590,5 +635,5 @@ __global__ void __launch_bounds__(MOST_THREADS)
     work.layout = layout_from(team_warps, slots, slot_chunks, parts);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
-    few(work, {found.source, found.first, found.count}, x, shared);
+    few(work, {found.source, found.first, found.count}, x, Plain(), shared);
 }

@@ -88,7 +88,7 @@ def _launch_several(stream: Stream, x: Tensor, products: tuple[Product, ...]) ->
     plan = few_plan(matrices, tokens, blocks(tokens, FEW_COLUMNS), stream.shared_bytes)
     filled = products + (products[0],) * (MOST_MATRICES - len(products))  # without rows of its own
     tensors = [tensor for each in filled for tensor in (each.weight.data, each.out)]
-    stream.launch(_gpu_kernel(plan.unit), plan.launch(1, 1, early=True), x, *tensors, tokens, cols)
+    stream.launch(gpu_kernel(plan.unit), plan.launch(1, 1, early=True), x, *tensors, tokens, cols)
 
 
 def grouped_matmul_pair(
@@ -117,7 +117,7 @@ def grouped_matmul_pair(
         ShapeError: extents or types do not fit.
     """
     pairs, experts = row_of.shape[0], first.blobs.shape[0]
-    matrices = _expert_matrix(first.layout), _expert_matrix(second.layout)
+    matrices = matrix_of_experts(first.layout), matrix_of_experts(second.layout)
     own_pairs = pairs if num_pairs is None else min(pairs, num_pairs)
     is_few = stream.shared_bytes > 0 and 0 < own_pairs <= FEW_PAIRS_PER_EXPERT * experts
     if not is_few or matrices[0] != matrices[1]:
@@ -136,10 +136,11 @@ def grouped_matmul_pair(
     tensors = (first.blobs, second.blobs, row_of, expert_start, first.out, second.out)
     offsets = first.layout.offset_bytes, second.layout.offset_bytes
     numbers = (int(first.layout.qtype), rows, cols, *offsets)
-    stream.launch(_gpu_kernel(plan.unit), plan.launch(1, 1, early=True), x, *tensors, *numbers)
+    stream.launch(gpu_kernel(plan.unit), plan.launch(1, 1, early=True), x, *tensors, *numbers)
 
 
-def _expert_matrix(layout: WeightLayout) -> Matrix:
+def matrix_of_experts(layout: WeightLayout) -> Matrix:
+    """What a grouped product is compiled for."""
     align = alignment(row_bytes(layout.qtype, layout.cols), layout.offset_bytes)
     return Matrix(layout.qtype, layout.rows, layout.cols, align)
 
@@ -149,6 +150,7 @@ def _not_on_the_host(_begin: int, _end: int, *_: Any) -> None:
 
 
 @lru_cache(maxsize=256)
-def _gpu_kernel(unit: Unit) -> Kernel:
+def gpu_kernel(unit: Unit) -> Kernel:
+    """A kernel that only a GPU has."""
     name = unit.function
     return Kernel(name, _not_on_the_host, _not_on_the_host, unit.source, name, unit.defines)

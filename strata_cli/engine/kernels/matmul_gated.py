@@ -1,0 +1,100 @@
+"""Products of activations that are gated as they are loaded, for few rows on a GPU.
+
+Bits are those of the gate's own kernel followed by the product; a launch and its wait are saved.
+"""
+
+from __future__ import annotations
+
+from strata_cli.engine.device.base import Stream, Tensor
+from strata_cli.engine.kernels.few import FEW_COLUMNS, few_plan
+from strata_cli.engine.kernels.matmul import FEW_PAIRS_PER_EXPERT, FEW_TOKENS
+from strata_cli.engine.kernels.matmul_several import Experts, gpu_kernel, matrix_of_experts
+from strata_cli.engine.kernels.products import dense_matrix
+from strata_cli.engine.kernels.shapes import blocks, expect
+from strata_cli.engine.kernels.weight import Weight
+
+
+def can_gate(stream: Stream, tokens: int) -> bool:
+    """Whether a product of so many rows may be gated as it loads them: few, and on a GPU."""
+    return stream.shared_bytes > 0 and tokens <= FEW_TOKENS
+
+
+def can_gate_pairs(stream: Stream, pairs: int, experts: int) -> bool:
+    """The same for the pairs of experts."""
+    return stream.shared_bytes > 0 and pairs <= FEW_PAIRS_PER_EXPERT * experts
+
+
+def matmul_swiglu(stream: Stream, gate: Tensor, up: Tensor, weight: Weight, out: Tensor) -> None:
+    """Enqueue ``matmul`` of silu(gate) * up, where ``can_gate``.
+
+    Args:
+        stream: where it runs.
+        gate: float32 [T, K].
+        up: float32 [T, K].
+        weight: N rows of K quantized weights.
+        out: float32 [T, N], overwritten; must overlap neither.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    expect("matmul_swiglu up", up, (gate.shape[0], weight.cols))
+    _launch(stream, gate, up, 1, weight, out)
+
+
+def matmul_silu(stream: Stream, x: Tensor, divisor: int, weight: Weight, out: Tensor) -> None:
+    """Enqueue ``matmul`` of silu(x / divisor), where ``can_gate``; arguments as of ``matmul``."""
+    _launch(stream, x, x, divisor, weight, out)
+
+
+def _launch(
+    stream: Stream, x: Tensor, up: Tensor, divisor: int, weight: Weight, out: Tensor
+) -> None:
+    tokens = x.shape[0]
+    expect("gated matmul x", x, (tokens, weight.cols))
+    expect("gated matmul out", out, (tokens, weight.rows))
+    if tokens == 0:
+        return
+    matrix = dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
+    passes = blocks(tokens, FEW_COLUMNS)
+    plan = few_plan((matrix,), tokens, passes, stream.shared_bytes, is_gated=True)
+    numbers = (int(weight.qtype), tokens, weight.rows, weight.cols, divisor)
+    launch = plan.launch(1, 1, early=True)
+    stream.launch(gpu_kernel(plan.unit), launch, x, up, weight.data, out, *numbers)
+
+
+def grouped_matmul_swiglu(
+    stream: Stream,
+    gate: Tensor,
+    up: Tensor,
+    experts: Experts,
+    row_of: Tensor,
+    expert_start: Tensor,
+    num_pairs: int,
+) -> None:
+    """Enqueue ``grouped_matmul`` of silu(gate) * up, where ``can_gate_pairs``.
+
+    Args:
+        stream: where it runs.
+        gate: float32 [R, K].
+        up: float32 [R, K].
+        experts: the matrices, and the output, which must overlap neither.
+        row_of: row of gate and up that each pair reads, int32 [P].
+        expert_start: as of ``grouped_matmul``.
+        num_pairs: of all these experts, at most P.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    layout, num_experts = experts.layout, experts.blobs.shape[0]
+    expect("grouped_matmul_swiglu gate", gate, (gate.shape[0], layout.cols))
+    expect("grouped_matmul_swiglu up", up, gate.shape)
+    expect("grouped_matmul_swiglu out", experts.out, (row_of.shape[0], layout.rows))
+    expect("grouped_matmul_swiglu expert_start", expert_start, (num_experts + 1,), row_of.dtype)
+    if num_pairs == 0:
+        return
+    matrix, limit = matrix_of_experts(layout), stream.shared_bytes
+    plan = few_plan((matrix,), gate.shape[0], num_pairs, limit, num_experts, is_gated=True)
+    numbers = (int(layout.qtype), layout.rows, layout.cols, layout.offset_bytes)
+    operands = (gate, up, experts.blobs, row_of, expert_start, experts.out)
+    launch = plan.launch(1, 1, early=True)
+    stream.launch(gpu_kernel(plan.unit), launch, *operands, *numbers)
