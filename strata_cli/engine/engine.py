@@ -434,6 +434,7 @@ def _wishes(options: EngineOptions, context_tokens: int) -> Wishes:
     cache = CacheWishes(
         num_slots=options.expert_cache,
         least_slots=options.least_slots,
+        kept_slots=options.streaming.kept_slots,
         ring=options.streaming.ring,
     )
     return Wishes(context_tokens, options.prefill, homes, cache)

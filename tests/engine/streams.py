@@ -97,6 +97,7 @@ WAYS = {
     "whole": Way(chunk=CONTEXT),
     "small chunks": Way(chunk=24),
     "no cache, ring of its own": Way(cache=0),
+    "no cache, keep": Way(cache=0, ring=16, keep=9),
     "no cache, small ring of its own": Way(cache=0, ring=8),
     "no cache, small chunks, likely": Way(cache=0, stream_min=1000, is_likely=True),
     "one slot above a layer's need": Way(cache=NUM_EXPERTS + 1, least=0),

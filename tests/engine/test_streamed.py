@@ -232,7 +232,7 @@ def test_a_link_that_stays_broken_is_one_error_and_is_noted(
             pytest.raises(DeviceError, match="the link is gone"),
         ):
             sequence.prefill(TURNS[0])
-        assert "behind another error: the link is gone" in caplog.text
+        assert "could not be filled again: the link is gone" in caplog.text
     assert_same_talk(talk(engine), truth)
     assert (cache.pair_in == held).all()
 

@@ -45,11 +45,13 @@ class CacheWishes:
     Attributes:
         num_slots: of the cache; None: as many as fit.
         least_slots: of those that no prompt may borrow.
+        kept_slots: for what a prompt keeps between its chunks.
         ring: that prompts stream experts through.
     """
 
     num_slots: int | None = None
     least_slots: int = LEAST_SLOTS
+    kept_slots: int = 0
     ring: RingRules = DEFAULT_RING
 
 
@@ -60,7 +62,8 @@ class CachePlan(NamedTuple):
         shape: of the model's experts.
         num_slots: of the expert cache.
         least_slots: of those that no prompt may borrow.
-        ring_slots: beside the cache, where it has too few to lend; else 0.
+        ring_slots: for ring and kept experts beside the cache, where it has too few to lend;
+            else 0.
     """
 
     shape: CacheShape
@@ -116,4 +119,4 @@ def plan_cache(
         num_entries=shape.num_pairs - num_slots,
         room_bytes=shape.num_pairs * shape.slot_bytes,
     )
-    return plan._replace(ring_slots=ring_slots(wishes.ring, needs))
+    return plan._replace(ring_slots=ring_slots(wishes.ring, needs) + wishes.kept_slots)

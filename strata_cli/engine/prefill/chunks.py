@@ -92,15 +92,12 @@ def _read_chunk(
     """Enqueue one pass. Until all of it is, the sequence counts as interrupted."""
     num, position = len(chunk), state.position
     ring_slots = 0 if stream is None else stream.ring_slots(num)
-    with (
-        watch.chunk(forward, position, num, ring_slots=ring_slots),
-        advancing(state, chunk),
-        nullcontext() if stream is None else stream.chunk(num) as feed,
-    ):
+    with watch.chunk(forward, position, num, ring_slots=ring_slots), advancing(state, chunk):
         port.stage(chunk, range(position, position + num))
-        port.enqueue_inputs(num)
+        port.enqueue_inputs(num)  # ahead of the experts, which the link is busy with for long
         port.mark_inputs()
-        forward.run(single(state, num), watch.spans, feed)
+        with nullcontext() if stream is None else stream.chunk(num) as feed:
+            forward.run(single(state, num), watch.spans, feed)
 
 
 def _all_rows(forward: Forward, port: RowPort, num_tokens: int) -> list[NDArray[np.float32]]:

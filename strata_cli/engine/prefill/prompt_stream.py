@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Stream, Tensor
-from strata_cli.engine.experts.entries import rank_experts
+from strata_cli.engine.experts.entries import RingShape, rank_experts
 from strata_cli.engine.experts.keeping import KeptBlobs
 from strata_cli.engine.experts.order import by_score, expected_use
 from strata_cli.engine.experts.ring import Ring
@@ -25,6 +25,7 @@ from strata_cli.engine.experts.streaming import (
 from strata_cli.engine.forward.feeding import ExpertFeed
 from strata_cli.engine.prefill.feed import StreamFeed, StreamTables
 from strata_cli.engine.trace import NO_TRACE, Trace
+from strata_cli.errors import DeviceError
 
 DEFAULT_RING = RingRules()
 DEFAULT_STREAM = StreamOptions()
@@ -102,11 +103,49 @@ class History:
         self.counts.append(stream.counts)
 
 
+class Rings:
+    """The rings of one engine, made once: hundreds of events each.
+
+    Args:
+        setting: what to work with.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._rings: dict[RingShape, Ring] = {}
+        self._passed = setting.device.event()
+
+    def over(self, slots: Tensor) -> Ring:
+        """The ring over these slots, uint8 [n, slot_bytes]."""
+        num_slots, slot_bytes = slots.shape
+        shape = RingShape(slots.address, slot_bytes, num_slots)
+        if shape not in self._rings:
+            setting = self.setting
+            ring = Ring(setting.device, slots, setting.store.copies, setting.reads, setting.trace)
+            self._rings[shape] = ring
+        return self._rings[shape]
+
+    def fence(self) -> None:
+        """Copies from here on wait for all that reads now: of another ring, or broken off."""
+        self.setting.reads.record(self._passed)
+        self.setting.store.copies.wait(self._passed)
+
+    def close(self) -> None:
+        """Wait for copies under way and give the events back. Safe to call twice."""
+        rings, self._rings = self._rings, {}
+        if rings:
+            with suppress(DeviceError):  # a prompt was told, if any needed what failed
+                self.setting.store.copies.synchronize()
+        for ring in rings.values():
+            ring.close()
+        self._passed.close()
+
+
 class PromptStream:
     """Streams the chunks of one prompt, one after the other.
 
     Args:
-        setting: what to work with.
+        rings: of the engine.
         rules: see StreamRules.
         tables: for the chunks.
         history: of the engine.
@@ -116,21 +155,21 @@ class PromptStream:
 
     def __init__(
         self,
-        setting: Setting,
+        rings: Rings,
         rules: StreamRules,
         tables: StreamTables,
         history: History,
         slots: Tensor | None,
         ring_slots: int,
     ) -> None:
-        self._setting = setting
+        self._rings = rings
+        self._setting = rings.setting
         self._rules = rules
         self._tables = tables
         self._history = history
         self._slots = slots
         self._ring_slots = ring_slots
-        self._rings: dict[int, Ring] = {}
-        self._passed = setting.device.event()
+        self._current_slots = 0
         self._kept: KeptBlobs | None = None
 
     def ring_slots(self, num_tokens: int) -> int:
@@ -165,31 +204,13 @@ class PromptStream:
             stream.finish()
         self._history.add(stream)
 
-    def close(self) -> None:
-        """Waits for copies under way and gives events back. Safe to call twice.
-
-        Raises:
-            DeviceError: a copy failed.
-        """
-        rings, self._rings = self._rings, {}
-        try:
-            for ring in rings.values():
-                ring.drain()
-        finally:
-            for ring in rings.values():
-                ring.close()
-            self._passed.close()
-
     def _ring(self, num_slots: int) -> Ring:
-        """A ring over the first slots. Its copies wait for those who read them so far."""
+        """The ring over the first slots. Its copies wait for those who read them so far."""
         assert self._slots is not None
-        if num_slots not in self._rings:
-            setting, slots = self._setting, self._slots.rows(0, num_slots)
-            ring = Ring(setting.device, slots, setting.store.copies, setting.reads, setting.trace)
-            self._rings[num_slots] = ring
-            setting.reads.record(self._passed)
-            setting.store.copies.wait(self._passed)
-        return self._rings[num_slots]
+        if num_slots != self._current_slots:
+            self._rings.fence()
+            self._current_slots = num_slots
+        return self._rings.over(self._slots.rows(0, num_slots))
 
     def _keep(self, ring: Ring) -> KeptBlobs | None:
         """Where blobs of the prompt's long chunks are kept, if there is room."""

@@ -7,7 +7,7 @@ that follow each other, and decisions that need no step, go without.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Self
 
@@ -20,7 +20,13 @@ from strata_cli.engine.experts.cache import EMPTY
 from strata_cli.engine.experts.sizing import RingNeeds, ring_slots
 from strata_cli.engine.experts.streaming import StreamCounts
 from strata_cli.engine.prefill.feed import StreamTables
-from strata_cli.engine.prefill.prompt_stream import History, PromptStream, Setting, StreamRules
+from strata_cli.engine.prefill.prompt_stream import (
+    History,
+    PromptStream,
+    Rings,
+    Setting,
+    StreamRules,
+)
 from strata_cli.errors import StallError, StrataError
 
 logger = logging.getLogger(__name__)
@@ -58,6 +64,8 @@ class PromptStreamer:
         with ExitStack() as resources:
             tables = StreamTables(setting.device, setting.reads, store.layouts, store.num_experts)
             self._tables = resources.enter_context(tables)
+            self._rings = Rings(setting)
+            resources.callback(self._rings.close)
             self._own: Tensor | None = None
             if own_slots:
                 nbytes = own_slots * store.slot_bytes
@@ -114,14 +122,11 @@ class PromptStreamer:
         self._history.begin()
         num_slots = self.ring_slots(min(num_tokens, chunk_tokens))
         num_kept = self._rules.kept_slots if num_tokens > chunk_tokens else 0
-        with ExitStack() as resources:
-            resources.enter_context(_Closing(self._mend, only_on_error=True))
+        with self._giving_back_on_error():
             slots = self._borrow(num_slots, num_kept) if num_slots else None
-            stream = PromptStream(
-                self.setting, self._rules, self._tables, self._history, slots, num_slots
+            yield PromptStream(
+                self._rings, self._rules, self._tables, self._history, slots, num_slots
             )
-            resources.enter_context(_Closing(stream.close))
-            yield stream
 
     def settle(self) -> None:
         """Fill again what a prompt was lent; before steps. Blocks until it is done.
@@ -155,6 +160,20 @@ class PromptStreamer:
             self._lent = loan.memory.reshape(count, slot_bytes)
         return self._lent.rows(0, count)
 
+    @contextmanager
+    def _giving_back_on_error(self) -> Iterator[None]:
+        """Not behind a stall: what waits for a device that hangs would hang too."""
+        try:
+            yield
+        except StallError:
+            raise
+        except BaseException:
+            try:
+                self._mend()
+            except StrataError as error:  # the first one says more
+                logger.warning("the expert cache could not be filled again: %s", error)
+            raise
+
     def _mend(self) -> None:
         """Fill what was lent, also to a prompt whose end was interrupted."""
         self._lent = None
@@ -163,29 +182,3 @@ class PromptStreamer:
             cache.take_back(cache.loan)
         if (cache.pair_in != self._held).any():
             cache.fill(self._held[self._held != EMPTY])
-
-
-class _Closing:
-    """Calls at the end of a block what may fail, without hiding an exception that comes first.
-
-    Not behind a stall: what waits for a device that hangs would hang too. The next prompt mends it.
-    """
-
-    def __init__(self, close: Callable[[], None], *, only_on_error: bool = False) -> None:
-        self._close = close
-        self._only_on_error = only_on_error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            if not self._only_on_error:
-                self._close()
-            return
-        if issubclass(kind, StallError):
-            return
-        try:
-            self._close()
-        except StrataError as error:
-            logger.warning("behind another error: %s", error)
