@@ -1,7 +1,7 @@
 """Matrix products on a GPU: right for every type, and their share of memory and tensor-core rates.
 
     PYTHONPATH=. python benchmarks/cuda_matmul.py [check few layer host many grouped variants \
-        compare profile] [--types published|all|Q8_0,...] [--json FILE]
+        compare compare-host profile] [--types published|all|Q8_0,...] [--json FILE]
 
 Limits are measured in the same run: reading memory with a plain kernel, torch's bfloat16 product.
 Launches are replayed as a graph over so many copies of a matrix that the L2 cache holds none of
@@ -93,12 +93,19 @@ CHECK_SHAPES = {True: (1280, 1100), False: (640, 1100)}  # blocks above 64 weigh
 WAYS = (
     Way(),
     *(Way(warps=n) for n in (10, 15)),
-    *(Way(rows=rows, warps=15) for rows in (8, 16)),
+    Way(rows=16, warps=15),
     Way(warps=20, shared_bytes=140 << 10),
     Way(resident=2, warps=15, shared_bytes=110 << 10),
     Way(resident=2),
     Way(resident=3, warps=10),
     Way(resident=4, warps=5, shared_bytes=50 << 10),
+)
+# Of experts in host memory: how much is on its way at once.
+HOST_WAYS = (
+    Way(),
+    *(Way(rows=r, resident=n, slots=2) for r, n in ((8, 1), (16, 1), (8, 2), (16, 3))),
+    *(Way(rows=8, resident=1, slots=n) for n in (3, 6)),
+    Way(resident=3),
 )
 COMPARED = (
     *((Q.Q8_0, shape, 1) for shape in DENSE),
@@ -172,7 +179,11 @@ def prepare(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> N
     kernels = list(stream.kernels)
     kernels += check_kernels(bench, types) if "check" in parts else []
     kernels += variant_kernels(bench.stream.shared_bytes) if "variants" in parts else []
-    kernels += compared_kernels(bench.stream.shared_bytes) if "compare" in parts else []
+    kernels += (
+        compared_kernels(bench.stream.shared_bytes)
+        if {"compare", "compare-host"} & set(parts)
+        else []
+    )
     bench.device.prepare(kernels)
     seconds = time.perf_counter() - started
     bench.record(kind="time", case=f"compile {len(kernels)} kernels", seconds=seconds)
@@ -617,7 +628,7 @@ def compared_kernels(limit: int) -> list[Kernel]:
     plans += [
         plan_of(expert_matrix(qtype, *shape), TOP_K, limit, way, NUM_EXPERTS)
         for qtype, shape in COMPARED_EXPERTS
-        for way in WAYS
+        for way in (*WAYS, *HOST_WAYS)
     ]
     return list(dict.fromkeys(kernel_of(plan.unit, ()) for plan in plans if plan))
 
@@ -632,11 +643,13 @@ def compare(bench: Bench, limit: float) -> None:
         name, nbytes = f"{qtype.name} K{cols} N{rows} T{tokens}", sum(w.nbytes for w in weights)
         plans = [plan_of(matrix, tokens, bench.stream.shared_bytes, way) for way in WAYS]
         operands: list[tuple[Any, ...]] = [(x, w.data) for w in weights]
-        compare_plans(bench, "compare", name, plans, operands, shape, numbers, nbytes, limit)
+        compare_plans(bench, "compare", name, WAYS, plans, operands, shape, numbers, nbytes, limit)
         weights[0].data.buffer.close()
 
 
-def compare_experts(bench: Bench, data: Any, address: int, kind: str, limit: float) -> None:
+def compare_experts(
+    bench: Bench, data: Any, address: int, kind: str, limit: float, ways: Sequence[Way] = WAYS
+) -> None:
     """Ten experts of one token in device or in mapped host memory."""
     for qtype, (cols, rows) in COMPARED_EXPERTS:
         layout = WeightLayout(qtype, rows, cols, 0)
@@ -657,11 +670,13 @@ def compare_experts(bench: Bench, data: Any, address: int, kind: str, limit: flo
                 expert_matrix(qtype, cols, rows),
                 *(x.shape[0], bench.stream.shared_bytes, way, NUM_EXPERTS),
             )
-            for way in WAYS
+            for way in ways
         ]
         name, nbytes = f"{qtype.name} K{cols} N{rows} 10 experts", 200 * layout.nbytes
         numbers = (int(qtype), rows, cols, 0)
-        compare_plans(bench, kind, name, plans, operands, (TOP_K, rows), numbers, nbytes, limit)
+        compare_plans(
+            bench, kind, name, ways, plans, operands, (TOP_K, rows), numbers, nbytes, limit
+        )
         if data is None:
             tensor.buffer.close()
 
@@ -670,6 +685,7 @@ def compare_plans(
     bench: Bench,
     kind: str,
     name: str,
+    ways: Sequence[Way],
     plans: Sequence[Plan | None],
     operands: Sequence[tuple[Any, ...]],
     shape: tuple[int, ...],
@@ -680,7 +696,7 @@ def compare_plans(
     """Replays each plan over the operands of all launches; the first plan's bits are right."""
     cases: list[Case] = []
     usual: np.ndarray | None = None
-    for way, plan in zip(WAYS, plans, strict=True):
+    for way, plan in zip(ways, plans, strict=True):
         if plan is None:
             continue
         out = empty(bench.device, shape)
@@ -698,12 +714,16 @@ def compare_plans(
     report(bench, kind, cases, limit)
 
 
+def compare_host(bench: Bench) -> None:
+    """As compare_experts, out of mapped host memory."""
+    link = bench.device.allocate_pinned(1 << 30)
+    rate = copy_rate(bench, link, 1 << 30)
+    compare_experts(bench, link.host_bytes, link.address, "compare host", rate, HOST_WAYS)
+
+
 def run_compare(bench: Bench, limit: float) -> None:
     compare(bench, limit)
     compare_experts(bench, None, 0, "compare experts", limit)
-    link = bench.device.allocate_pinned(1 << 30)
-    rate = copy_rate(bench, link, 1 << 30)
-    compare_experts(bench, link.host_bytes, link.address, "compare host", rate)
 
 
 def parse_types(text: str) -> tuple[QuantType, ...]:
@@ -725,6 +745,7 @@ def run(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> None:
     others = {
         "host": partial(host, bench, (Q.IQ3_XXS, Q.IQ4_NL, Q.Q8_0)),
         "compare": partial(run_compare, bench, limit),
+        "compare-host": partial(compare_host, bench),
         "profile": partial(profile, bench),
     }
     for part in filter(others.__contains__, parts):

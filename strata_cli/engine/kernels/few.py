@@ -53,6 +53,7 @@ class Way(NamedTuple):
         warps: most that multiply in a block, up to 20.
         resident: blocks of a multiprocessor.
         shared_bytes: what a block should take.
+        slots: most stages of a block that are in shared memory or on their way.
         defines: macros, for experiments.
     """
 
@@ -60,6 +61,7 @@ class Way(NamedTuple):
     warps: int = 0
     resident: int = 0
     shared_bytes: int = 0
+    slots: int = MOST_SLOTS
     defines: tuple[str, ...] = ()
 
 
@@ -241,8 +243,8 @@ def _choose(
             if columns > tokens:
                 continue
             for shape in _shapes(matrices, rows, warps, columns, blocks(tiles, num_blocks)):
-                if shape.shared_bytes + RESERVED_BYTES <= most:
-                    stages = blocks(tiles, num_blocks) * shape.parts
+                if shape.shared_bytes + RESERVED_BYTES <= most and shape.slots <= way.slots:
+                    stages = min(way.slots, blocks(tiles, num_blocks) * shape.parts)
                     return _with_slots(shape, most - RESERVED_BYTES, stages), num_blocks
             if most < limit:
                 break  # rather more shared memory than fewer columns
