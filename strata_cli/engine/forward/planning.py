@@ -24,6 +24,7 @@ CHUNKS: tuple[int, ...] = (4096, 2048, 1024, 512)  # prompt chunks that are trie
 CHUNKS_OF_STREAMED: tuple[int, ...] = (8192, *CHUNKS)  # every chunk streams all experts again
 CHUNK_WITHOUT_OWN_MEMORY = 512
 WORKSPACE_SHARE = 8  # at most one such part of the free memory is for a chunk's workspace
+STREAMED_SHARE = 4  # the same where fewer, longer chunks save whole passes over the link
 
 
 class TableHome(Enum):
@@ -159,10 +160,11 @@ def _fits(plan: Plan, device: Device, *, is_chunk_chosen: bool) -> bool:
     if not device.has_own_memory:
         return True
     free_bytes, needs = device.memory().free_bytes, plan.outline.needs
+    share = WORKSPACE_SHARE if plan.cache is None else STREAMED_SHARE
     is_modest = (
         is_chunk_chosen
         or plan.sizes.chunk_tokens <= CHUNKS[-1]
-        or needs.workspace <= free_bytes // WORKSPACE_SHARE
+        or needs.workspace <= free_bytes // share
     )
     return is_modest and plan.device_bytes <= free_bytes
 
