@@ -232,14 +232,14 @@ class Cache:
         )  # fmt: skip
 
 
-def cache(bench: Bench, tokens: int, context: int, dtype: DTypeLike = np.float16) -> Cache:
+def cache(bench: Bench, tokens: int, context: int) -> Cache:
     positions = np.arange(context - tokens, context, dtype=np.int32)
     blocks = context // RATIO
     return Cache(
         q=bench.normal(tokens, HEADS, HEAD_DIM),
         gate=bench.normal(tokens, HEADS, 2 * HEAD_DIM),
-        keys=bench.normal(context, KV_HEADS * HEAD_DIM, dtype=dtype),
-        values=bench.normal(context, KV_HEADS * HEAD_DIM, dtype=dtype),
+        keys=bench.normal(context, KV_HEADS * HEAD_DIM, dtype=np.float16),
+        values=bench.normal(context, KV_HEADS * HEAD_DIM, dtype=np.float16),
         positions=bench.put(positions),
         queries=bench.normal(tokens, INDEX_HEADS, INDEX_DIM),
         pooled=bench.normal(blocks, INDEX_DIM),
@@ -480,20 +480,6 @@ def delta_variants(bench: Bench) -> None:
         gdn._DeltaRuleShape.of = chosen
 
 
-def attention_variants(bench: Bench) -> None:
-    """The form of attention before attention.cu, over a float32 cache."""
-    for tokens, context in ((1, 8192), (4096, 4096)):
-        it = cache(bench, tokens, context, np.float32)
-        indexer.select_blocks(
-            bench.clock.stream, it.queries, it.pooled, it.positions, RATIO, it.scores, it.selected,
-            it.num_selected,
-        )  # fmt: skip
-        seen = 2 * 4 * KV_HEADS * HEAD_DIM * seen_positions(tokens, context)
-        name = f"attend at {context}, as before"
-        bench.measure(name, tokens, seen, attention.attend, *it.attended(RATIO))
-        bench.free()
-
-
 def check() -> int:
     import pytest
 
@@ -561,7 +547,6 @@ def main() -> int:
                     bench.free()
         if "variants" in options.what:
             delta_variants(bench)
-            attention_variants(bench)
         print("kernel, tokens, expected, measured, measured / expected")
         print("\n".join(against_expected(clock.rows)))
         result = {

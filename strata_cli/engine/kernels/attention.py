@@ -15,8 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, KernelArgument, Launch, Stream, Tensor
-from strata_cli.engine.kernels import attention_lists
-from strata_cli.engine.kernels.attention_lists import ListsPlan
 from strata_cli.engine.kernels.attention_plan import AttendPlan
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.math32 import exp32
@@ -160,8 +158,7 @@ def attend(
     group = num_heads // max(num_kv_heads, 1)
     expect("attend q", q, (num_tokens, group * num_kv_heads, dim))
     expect("attend gate_src", gate_src, (num_tokens, num_heads, 2 * dim))
-    is_old = bool(stream.shared_bytes) and keys.dtype == np.float32
-    dtype = keys.dtype if is_old else cache_type(stream)
+    dtype = cache_type(stream)
     expect("attend keys", keys, (keys.shape[0], num_kv_heads * dim), dtype)
     expect("attend values", values, keys.shape, dtype)
     expect("attend positions", positions, (num_tokens,), np.int32)
@@ -170,9 +167,6 @@ def attend(
     expect("attend sums", sums, (sums.size,))
     expect("attend out", out, (num_tokens, num_heads * dim))
     arguments = (q, gate_src, keys, values, positions, selected, num_selected, ratio, sums, out)
-    if is_old:
-        _attend_lists(stream, *arguments)
-        return
     plan = AttendPlan.of(q, keys, selected.shape[1], ratio, stream.shared_bytes, sums)
     if not stream.shared_bytes or not (plan.is_by_parts or plan.is_by_units):
         items = num_tokens * num_kv_heads * blocks(group, HEADS_AT_ONCE)
@@ -198,18 +192,6 @@ def _rows(arguments: tuple[KernelArgument, ...], first: int, last: int) -> list[
         else argument
         for index, argument in enumerate(arguments)
     ]
-
-
-def _attend_lists(stream: Stream, *arguments: Any) -> None:
-    q, _, keys, _, _, selected, _, ratio, sums, _ = arguments
-    plan = ListsPlan.of(q, keys, selected.shape[1], ratio)
-    if plan.is_cut(sums.size):
-        units = _lists_kernel("attend_units", plan.padded_dim, plan.unit_tiles, plan.unit_parts)
-        stream.launch(units, plan.units, *arguments)
-        stream.launch(_lists_kernel("join_units", plan.unit_parts), plan.join, *arguments)
-    else:
-        whole = _lists_kernel("attend", plan.padded_dim, plan.whole_tiles, plan.unit_parts)
-        stream.launch(whole, plan.whole, *arguments)
 
 
 @nogil_jit
@@ -376,13 +358,6 @@ def _part_kernel_of(dim: int, stages: int) -> Kernel:
 
 def _part_kernel(plan: AttendPlan) -> Kernel:
     return _part_kernel_of(plan.padded_dim, plan.part_stages)
-
-
-@functools.cache
-def _lists_kernel(name: str, *numbers: int) -> Kernel:
-    function = f"{name}<{', '.join(map(str, numbers))}>"
-    host = _nothing_to_join if name == "join_units" else _attend
-    return Kernel(f"old {function}", host, attend_reference, attention_lists.SOURCE, function)
 
 
 STORE_ROWS = Kernel("store_rows", _store_rows, store_rows_reference, SOURCE)
