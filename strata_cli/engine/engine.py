@@ -18,7 +18,6 @@ from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.device.timing import Spans
 from strata_cli.engine.experts.cache import LEAST_SLOTS
 from strata_cli.engine.experts.placing import ExpertHome
-from strata_cli.engine.experts.profile import ExpertProfile
 from strata_cli.engine.forward.caching import CacheWishes
 from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.loading import Loaded, Notice, Progress, load_weights
@@ -37,7 +36,7 @@ from strata_cli.engine.prefill.dump import ResidualDump
 from strata_cli.engine.prefill.prompt_stream import Setting, StreamRules
 from strata_cli.engine.prefill.streamer import PromptStreamer
 from strata_cli.engine.prefill.watching import Watch
-from strata_cli.engine.profiling import Known, find_profile, measure
+from strata_cli.engine.profiling import find_profile, measure_profile
 from strata_cli.engine.trace import NO_TRACE, Trace
 from strata_cli.errors import InputError, StateError
 
@@ -195,10 +194,12 @@ class Engine:
             watch = _watch(options, device)
             resources.callback(watch.close)
             streamer = None
-            if loaded.store is not None:
+            if loaded.store is not None and plan.cache is not None:
                 setting = Setting(device, stream, loaded.store, options.trace)
-                streamer = _streamer(setting, options, plan, known.profile)
+                scores, own_slots = known.profile.scores, plan.cache.ring_slots
+                streamer = PromptStreamer(setting, options.streaming, scores, own_slots)
                 resources.callback(streamer.close)
+                logger.info("experts: %s", streamer.describe(sizes.chunk_tokens))
             name = model.spec.name or model_stem(options.model)
             logger.info("%s on %s: context %d tokens, chunks of %d", name, device.name, *sizes)
             options.trace.event(
@@ -211,7 +212,7 @@ class Engine:
                 num_resident=_num_resident(model.spec, plan, loaded),
             )
             if streamer is not None and known.target is not None:
-                _measure_profile(forward, port, context_tokens, streamer, tokenizer, known)
+                measure_profile(known, tokenizer, forward, port, streamer, context_tokens)
             return cls(
                 spec=model.spec,
                 model_name=name,
@@ -438,52 +439,6 @@ def _wishes(options: EngineOptions, context_tokens: int) -> Wishes:
         ring=options.streaming.ring,
     )
     return Wishes(context_tokens, options.prefill, homes, cache)
-
-
-def _streamer(
-    setting: Setting, options: EngineOptions, plan: Plan, profile: ExpertProfile
-) -> PromptStreamer:
-    assert plan.cache is not None
-    rules, store = options.streaming, setting.store
-    streamer = PromptStreamer(setting, rules, profile.scores, plan.cache.ring_slots)
-    logger.info(
-        "experts: %d of %d in cache slots, the others stream through %d ring slots, %s",
-        store.cache.num_slots,
-        plan.cache.shape.num_pairs,
-        streamer.ring_slots(plan.sizes.chunk_tokens),
-        _depth_text(rules),
-    )
-    return streamer
-
-
-def _measure_profile(
-    forward: Forward,
-    port: RowPort,
-    context_tokens: int,
-    streamer: PromptStreamer,
-    tokenizer: Tokenizer,
-    known: Known,
-) -> None:
-    """Read the built-in text, and hold what it uses most."""
-    device = streamer.setting.device
-    state = new_state(forward.spec, device, forward.stream, context_tokens)
-
-    def read(ids: list[int]) -> NDArray[np.int64] | None:
-        prefill(forward, port, state, ids, wanted="none", streamer=streamer)
-        return streamer.use
-
-    try:
-        profile = measure(known, tokenizer, context_tokens, read)
-    finally:
-        forward.stream.synchronize()
-        state.close()
-    streamer.hold(profile.ranking(), profile.scores)
-
-
-def _depth_text(rules: StreamRules) -> str:
-    if not rules.stream.skips_unrouted:
-        return "routed or not"
-    return f"only what is routed, {rules.stream.depth or 'auto'} copies deep"
 
 
 def _num_resident(spec: ModelSpec, plan: Plan, loaded: Loaded) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +17,13 @@ from strata_cli.engine.experts.profile import (
     model_key,
     save_profile,
 )
+from strata_cli.engine.forward.layers import Forward
+from strata_cli.engine.forward.rows import RowPort
+from strata_cli.engine.forward.state import new_state
 from strata_cli.engine.model.tensors import ModelFile
 from strata_cli.engine.model.tokenizer import Tokenizer
+from strata_cli.engine.prefill.chunks import prefill
+from strata_cli.engine.prefill.streamer import PromptStreamer
 from strata_cli.engine.profile_text import PROFILE_TEXT
 from strata_cli.errors import ConfigError
 
@@ -70,29 +74,54 @@ def find_profile(model: ModelFile, wanted: Path | None, *, keeps_own: bool) -> K
         return Known(even_profile(model), path)
 
 
-def measure(
+def measure_profile(
     known: Known,
     tokenizer: Tokenizer,
-    most_tokens: int,
-    read: Callable[[list[int]], NDArray[np.int64] | None],
-) -> ExpertProfile:
-    """Count which experts the built-in text uses, and keep it in the file.
+    forward: Forward,
+    port: RowPort,
+    streamer: PromptStreamer,
+    context_tokens: int,
+) -> None:
+    """Count which experts the built-in text uses, keep that in the file, and hold those used most.
+
+    Does nothing where no experts are streamed.
 
     Args:
         known: an even profile and the file.
         tokenizer: of the model.
-        most_tokens: that may be read.
-        read: reads token ids and gives the tokens of each expert, [L, E]; None: not counted.
+        forward: the model.
+        port: staging of the forward's workspace.
+        streamer: counts, and fills its cache.
+        context_tokens: most that may be read.
     """
-    assert known.target is not None
-    ids = tokenizer.encode(PROFILE_TEXT, parse_special=False)[:most_tokens]
-    use = read(ids)
+    ids = tokenizer.encode(PROFILE_TEXT, parse_special=False)[:context_tokens]
+    use = _use_of(ids, forward, port, streamer, context_tokens)
     if use is None:
-        return known.profile
+        return
     profile = known.profile.plus(use)
+    streamer.hold(profile.ranking(), profile.scores)
+    assert known.target is not None
     try:
         save_profile(known.target, profile)
     except ConfigError as error:
         logger.warning("%s", error.message)
-    logger.info("use of experts measured on %d tokens and kept in %s", len(ids), known.target)
-    return profile
+    else:
+        logger.info("use of experts measured on %d tokens and kept in %s", len(ids), known.target)
+
+
+def _use_of(
+    ids: list[int],
+    forward: Forward,
+    port: RowPort,
+    streamer: PromptStreamer,
+    context_tokens: int,
+) -> NDArray[np.int64] | None:
+    """Tokens of each expert, [L, E]; None where they were not counted."""
+    stream = forward.stream
+    state = new_state(forward.spec, streamer.setting.device, stream, context_tokens)
+    try:
+        prefill(forward, port, state, ids, wanted="none", streamer=streamer)
+        return streamer.use
+    finally:
+        stream.synchronize()
+        state.close()

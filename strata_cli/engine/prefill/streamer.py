@@ -83,6 +83,17 @@ class PromptStreamer:
         """Tokens of each expert in them, [L, E]; None: there were none."""
         return self._history.use
 
+    def describe(self, chunk_tokens: int) -> str:
+        """Where the experts are and how chunks of so many tokens get them, in words."""
+        cache, stream = self.setting.store.cache, self._rules.stream
+        what = "routed or not"
+        if stream.skips_unrouted:
+            what = f"as far as they are routed, {stream.depth or 'auto'} copies deep"
+        return (
+            f"{cache.num_slots} of {cache.slot_of.size} in cache slots, the others stream through "
+            f"{self.ring_slots(chunk_tokens)} ring slots, {what}"
+        )
+
     def hold(self, ranking: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
         """Fill the cache anew: the pairs that it should hold, best first, and their use [L, E].
 
