@@ -15,8 +15,9 @@ import numpy as np
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.device.timing import NO_SPANS, Spans
 from strata_cli.engine.experts.resident import ExpertMatrices
+from strata_cli.engine.forward.branch import BranchRoom
 from strata_cli.engine.forward.feeding import ExpertFeed, ExpertGroup, ResidentFeed
-from strata_cli.engine.forward.state import AttentionState, GdnState, NgramState, SequenceState
+from strata_cli.engine.forward.state import AttentionState, GdnState, SequenceState
 from strata_cli.engine.forward.weights import (
     AttentionWeights,
     GdnWeights,
@@ -51,11 +52,37 @@ from strata_cli.engine.model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive rows of a batch that belong to one sequence."""
+    """Consecutive rows of a batch that belong to one sequence.
+
+    Attributes:
+        state: of the sequence.
+        start, stop: rows.
+        room: None: the sequence goes on by these rows. Else they are a branch, which leaves its
+            running state as it was; only the rows of K/V behind its position are used up.
+    """
 
     state: SequenceState
     start: int
     stop: int
+    room: BranchRoom | None = None
+
+    def gdn(self, index: int) -> GdnState:
+        """The recurrent state of a layer that the rows go through; a branch's is ready to use."""
+        state = self.state.layers[index]
+        assert isinstance(state, GdnState)
+        return state if self.room is None else self.room.gdn_from(state)
+
+    def history(self) -> Tensor:
+        """The n-gram history that the rows go through; a branch's is ready to use."""
+        state = self.state.ngram
+        assert state is not None
+        return state.history if self.room is None else self.room.history_from(state)
+
+    def ngram_columns(self) -> Tensor:
+        """The n-gram convolution's columns that the rows go through, like history()."""
+        state = self.state.ngram
+        assert state is not None
+        return state.conv if self.room is None else self.room.columns_from(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +91,8 @@ class Batch:
 
     Attributes:
         num_tokens: rows.
-        segments: cover all rows, in order, each sequence once.
+        segments: cover all rows, in order; each sequence once, or as many branches of it as one
+            likes. Branches work on one room and on the same rows of K/V, one after the other.
     """
 
     num_tokens: int
@@ -209,8 +237,7 @@ class Forward:
         )
         matmul_several(stream, y, products, rounded)
         for segment in batch.segments:
-            state = segment.state.layers[index]
-            assert isinstance(state, GdnState)
+            state = segment.gdn(index)
             part = slice(segment.start, segment.stop)
             gdn_kernels.causal_conv_silu(
                 stream, _rows(qkv, part), state.conv, weights.conv, _rows(conv, part)
@@ -428,7 +455,7 @@ class Forward:
             ngram.ngram_rows(
                 stream,
                 _rows(ids, part),
-                _ngram_state(segment).history,
+                segment.history(),
                 weights.multipliers,
                 weights.offsets,
                 weights.sizes,
@@ -448,18 +475,12 @@ class Forward:
                 stream,
                 _rows(gated, part),
                 weights.norm_conv,
-                _ngram_state(segment).conv,
+                segment.ngram_columns(),
                 weights.conv,
                 spec.max_n,
                 eps,
                 _rows(x, part),
             )
-
-
-def _ngram_state(segment: Segment) -> NgramState:
-    state = segment.state.ngram
-    assert state is not None
-    return state
 
 
 def _rows(tensor: Tensor, part: slice) -> Tensor:

@@ -80,6 +80,17 @@ def single(state: SequenceState, num_tokens: int) -> Batch:
     return Batch(num_tokens, (Segment(state, 0, num_tokens),))
 
 
+def positions_of(batch: Batch) -> list[int]:
+    """The position of every row of a batch that is about to be enqueued."""
+    return [
+        position
+        for segment in batch.segments
+        for position in range(
+            segment.state.position, segment.state.position + segment.stop - segment.start
+        )
+    ]
+
+
 @contextmanager
 def advancing(state: SequenceState, ids: list[int]) -> Iterator[None]:
     """Around the enqueueing of one pass: counts its tokens only when all of it was enqueued.

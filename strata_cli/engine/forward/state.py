@@ -172,6 +172,15 @@ class SequenceState:
         self.is_consistent = False
         del self.cached_ids[self.position :]
 
+    def begin_branches(self) -> None:
+        """Before branches are enqueued: they use up the K/V rows from the position on, only those.
+
+        Raises:
+            StateError: an earlier pass was interrupted halfway.
+        """
+        self.require_consistent()
+        del self.cached_ids[self.position :]
+
     def end_pass(self, ids: list[int]) -> None:
         """After all of a pass was enqueued: count its tokens as read."""
         self.cached_ids.extend(ids)
@@ -250,19 +259,20 @@ def new_state(
         OutOfMemory: it does not fit.
     """
     layers = tuple(
-        _gdn_state(spec, device)
+        new_gdn_state(spec, device)
         if is_recurrent
         else _attention_state(spec, device, stream, context_tokens, ratio)
         for is_recurrent, ratio in zip(spec.is_recurrent, spec.index_ratio, strict=True)
     )
-    ngram = None if spec.ngram is None else _ngram_state(spec, spec.ngram, device)
+    ngram = None if spec.ngram is None else new_ngram_state(spec, spec.ngram, device)
     eos = 0 if spec.ngram is None else spec.ngram.eos_token_id
     state = SequenceState(device, stream, layers, ngram, context_tokens, spec.index_ratio, eos)
     state.reset()
     return state
 
 
-def _gdn_state(spec: ModelSpec, device: Device) -> GdnState:
+def new_gdn_state(spec: ModelSpec, device: Device) -> GdnState:
+    """Device memory for one layer's recurrent state, contents undefined."""
     dim, num_values = spec.gdn_head_dim, spec.gdn_num_value_heads
     channels = (2 * spec.gdn_num_key_heads + num_values) * dim
     conv = empty(device, (spec.gdn_conv_kernel - 1, channels))
@@ -282,7 +292,8 @@ def _attention_state(
     )
 
 
-def _ngram_state(spec: ModelSpec, ngram: NgramSpec, device: Device) -> NgramState:
+def new_ngram_state(spec: ModelSpec, ngram: NgramSpec, device: Device) -> NgramState:
+    """Device memory for the n-gram embedding's state, contents undefined."""
     columns = (ngram.conv_kernel - 1) * ngram.max_n
     return NgramState(
         history=empty(device, (ngram.max_n - 1,), np.int32),

@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.forward.layers import Forward
-from strata_cli.engine.forward.rows import RowPort, advancing, single
+from strata_cli.engine.forward.layers import Batch, Forward
+from strata_cli.engine.forward.rows import RowPort, advancing, positions_of, single
 from strata_cli.engine.forward.state import SequenceState
 from strata_cli.engine.prefill.prompt_stream import PromptStream
 from strata_cli.engine.prefill.streamer import PromptStreamer
@@ -50,7 +50,7 @@ def prefill(
     """
     chunk_tokens = forward.workspace.num_tokens
     collected: list[NDArray[np.float32]] = []
-    with _prompt(streamer, len(ids), chunk_tokens) as stream:
+    with streaming(streamer, len(ids), chunk_tokens) as stream:
         for start in range(0, len(ids), chunk_tokens):
             chunk = ids[start : start + chunk_tokens]
             _read_chunk(forward, port, state, chunk, watch, stream)
@@ -71,9 +71,16 @@ def prefill(
 
 
 @contextmanager
-def _prompt(
+def streaming(
     streamer: PromptStreamer | None, num_tokens: int, chunk_tokens: int
 ) -> Iterator[PromptStream | None]:
+    """Around passes over so many tokens: what streams their experts, None where all are resident.
+
+    Args:
+        streamer: of the engine, or None.
+        num_tokens: of all passes together.
+        chunk_tokens: most in one pass.
+    """
     if streamer is None:
         yield None
     else:
@@ -93,11 +100,24 @@ def _read_chunk(
     num, position = len(chunk), state.position
     ring_slots = 0 if stream is None else stream.ring_slots(num)
     with watch.chunk(forward, position, num, ring_slots=ring_slots), advancing(state, chunk):
-        port.stage(chunk, range(position, position + num))
-        port.enqueue_inputs(num)  # ahead of the experts, which the link is busy with for long
-        port.mark_inputs()
-        with nullcontext() if stream is None else stream.chunk(num) as feed:
-            forward.run(single(state, num), watch.spans, feed)
+        enqueue_pass(forward, port, single(state, num), chunk, watch, stream)
+
+
+def enqueue_pass(
+    forward: Forward,
+    port: RowPort,
+    batch: Batch,
+    ids: list[int],
+    watch: Watch,
+    stream: PromptStream | None,
+) -> None:
+    """Enqueue a pass over the rows of a batch, whose tokens are the ids."""
+    num = batch.num_tokens
+    port.stage(ids, positions_of(batch))
+    port.enqueue_inputs(num)  # ahead of the experts, which the link is busy with for long
+    port.mark_inputs()
+    with nullcontext() if stream is None else stream.chunk(num) as feed:
+        forward.run(batch, watch.spans, feed)
 
 
 def _all_rows(forward: Forward, port: RowPort, num_tokens: int) -> list[NDArray[np.float32]]:

@@ -39,7 +39,13 @@ class Watch:
 
     @contextmanager
     def chunk(
-        self, forward: Forward, position: int, num_tokens: int, *, ring_slots: int = 0
+        self,
+        forward: Forward,
+        position: int,
+        num_tokens: int,
+        *,
+        ring_slots: int = 0,
+        is_dumped: bool = True,
     ) -> Iterator[None]:
         """Around the enqueueing of a chunk.
 
@@ -48,6 +54,7 @@ class Watch:
             position: of the first token.
             num_tokens: of the chunk.
             ring_slots: that its experts are streamed through; 0: they are where they are read.
+            is_dumped: its rows are consecutive positions, which the residual dump may show.
         """
         trace = self._trace
         if trace.is_on:
@@ -57,7 +64,7 @@ class Watch:
         trace.event("chunk.begin", position=position, tokens=num_tokens, ring_slots=ring_slots)
         try:
             yield
-            if self._dump is not None:
+            if self._dump is not None and is_dumped:
                 x = forward.workspace.take("x", num_tokens)
                 self._dump.write(forward.stream, x, position)
             trace.since("chunk.end", start_ns, tokens=num_tokens)

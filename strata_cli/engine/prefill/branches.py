@@ -1,0 +1,112 @@
+"""Many short continuations of one prefix, read as mixed batches; the prefix stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.device.base import Tensor
+from strata_cli.engine.forward.branch import BranchRoom
+from strata_cli.engine.forward.layers import Batch, Forward, Segment
+from strata_cli.engine.forward.rows import RowPort
+from strata_cli.engine.forward.state import SequenceState
+from strata_cli.engine.prefill.chunks import enqueue_pass, prefill, streaming
+from strata_cli.engine.prefill.streamer import PromptStreamer
+from strata_cli.engine.prefill.watching import NO_WATCH, Watch
+
+
+def plan_batches(lengths: Sequence[int], most_rows: int) -> Iterator[range]:
+    """Consecutive suffixes that are read together.
+
+    Args:
+        lengths: tokens of each suffix.
+        most_rows: of a batch; a longer suffix is a batch of its own.
+    """
+    start, rows = 0, 0
+    for index, length in enumerate(lengths):
+        if index > start and rows + length > most_rows:
+            yield range(start, index)
+            start, rows = index, 0
+        rows += length
+    if start < len(lengths):
+        yield range(start, len(lengths))
+
+
+def read_branches(
+    forward: Forward,
+    port: RowPort,
+    state: SequenceState,
+    room: BranchRoom,
+    suffixes: Sequence[list[int]],
+    *,
+    watch: Watch = NO_WATCH,
+    streamer: PromptStreamer | None = None,
+) -> list[NDArray[np.float32]]:
+    """The logits that each suffix would end in if the sequence went on by it alone.
+
+    The sequence stays where it is. Snapshots of later positions can no longer be restored.
+
+    Args:
+        forward: the model.
+        port: staging of the forward's workspace.
+        state: of the sequence.
+        room: for the running state of branches.
+        suffixes: each at least one token; each fits the context behind the position.
+        watch: looks on.
+        streamer: brings experts that are not resident; None: all are.
+
+    Returns:
+        One row [V] for each suffix.
+    """
+    most_rows = forward.workspace.num_tokens
+    rows: list[NDArray[np.float32]] = []
+    for batch in plan_batches([len(ids) for ids in suffixes], most_rows):
+        together = [suffixes[index] for index in batch]
+        if len(together[0]) > most_rows:
+            snapshot = state.snapshot()
+            row = prefill(forward, port, state, together[0], watch=watch, streamer=streamer)
+            state.restore(snapshot)
+            rows.append(row)
+            continue
+        num_tokens = sum(map(len, together))
+        with streaming(streamer, num_tokens, most_rows) as stream:
+            state.begin_branches()
+            segments = _branches(state, room, together)
+            ring_slots = 0 if stream is None else stream.ring_slots(num_tokens)
+            watched = watch.chunk(
+                forward, state.position, num_tokens, ring_slots=ring_slots, is_dumped=False
+            )
+            with watched:
+                ids = [token for suffix in together for token in suffix]
+                enqueue_pass(forward, port, Batch(num_tokens, segments), ids, watch, stream)
+        rows += _last_rows(forward, port, segments)
+    return rows
+
+
+def _branches(
+    state: SequenceState, room: BranchRoom, suffixes: Sequence[list[int]]
+) -> tuple[Segment, ...]:
+    segments, start = [], 0
+    for suffix in suffixes:
+        segments.append(Segment(state, start, start + len(suffix), room))
+        start += len(suffix)
+    return tuple(segments)
+
+
+def _last_rows(
+    forward: Forward, port: RowPort, segments: Sequence[Segment]
+) -> Iterator[NDArray[np.float32]]:
+    """Logits after each segment. Moves the last rows to the front, so that one product does all."""
+    x: Tensor = forward.workspace.take("x", segments[-1].stop)
+    for index, segment in enumerate(segments):
+        # In order: a row is overwritten by one from behind it, when it was itself moved already.
+        if segment.stop - 1 != index:
+            last = x.rows(segment.stop - 1, segment.stop)
+            forward.stream.copy(x.rows(index, index + 1), last)
+    step = forward.workspace.logit_rows
+    for start in range(0, len(segments), step):
+        stop = min(start + step, len(segments))
+        port.enqueue_logits(forward.head(start, stop))
+        yield from port.read_logits(stop - start)
