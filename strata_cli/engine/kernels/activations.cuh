@@ -54,7 +54,8 @@ __device__ inline int place_of(int octet, int column, int count) {
     return (step * count + column) * 4 + in_span / octets;
 }
 
-// Copies of x that kinds of matrices need: one for each length of lane, one of what rounding leaves.
+// Copies of x that kinds of matrices need: one for each length of lane, one of what rounding
+// leaves.
 template <class... Kinds>
 struct Planes {
     static constexpr bool has(int lane) { return ((Kinds::LANE == lane) || ...); }
@@ -113,8 +114,8 @@ __device__ inline void apply(const Gated &gate, long long row, int k, int cols, 
 // All planes of x by the first `warps` warps: 32 octets of a column at a time, TOGETHER of them on
 // their way at once.
 template <int TOGETHER, class... Kinds, class Gate>
-__device__ inline void load_octets(uint4 *planes, const float *x, int cols,
-                                   const Columns &columns, const Gate &gate, int warps) {
+__device__ inline void load_octets(uint4 *planes, const float *x, int cols, const Columns &columns,
+                                   const Gate &gate, int warps) {
     const int lane = threadIdx.x & 31, count = columns.count;
     const int octets = (cols + 31) / 32 * 4;
     int column = threadIdx.x / 32, first = lane;

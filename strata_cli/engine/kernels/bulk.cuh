@@ -46,8 +46,8 @@ __device__ inline void arrive_expecting(unsigned long long *gate, int nbytes) {
 __device__ inline void copy_bulk(void *shared, const void *global, int nbytes,
                                  unsigned long long *gate) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        ::"r"(shared_address(shared)),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(shared)),
         "l"(global), "r"(nbytes), "r"(shared_address(gate))
         : "memory");
 }

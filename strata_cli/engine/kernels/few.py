@@ -36,6 +36,7 @@ LINE_BYTES = 128
 BANKS = 32
 GATE_BYTES = 16  # of a slot
 LIGHT_TILE_BYTES = 24 << 10
+FLOAT_TILE_BYTES = 44 << 10
 PAIR_TILE_BYTES = 60 << 10  # heavier ones leave a multiprocessor room for one block
 WIDE_BLOCK_BYTES = 112 << 10  # two of these, or three of the narrow ones, fit a multiprocessor
 NARROW_BLOCK_BYTES = 75 << 10
@@ -83,9 +84,36 @@ class _Cut(NamedTuple):
     slice_weights: int
     slices: int
     part_slices: int
+    tile_rows: int
     span_shift: int
     chunks: int
     slot_chunks: int
+
+
+def _main(matrices: tuple[Matrix, ...]) -> Matrix:
+    """The one of most bytes."""
+    return max(matrices, key=lambda m: m.rows * m.bytes_of(m.cols))
+
+
+def _tile_rows(matrices: tuple[Matrix, ...], rows: int) -> dict[_Kind, int]:
+    """Rows of a tile by kind: as many as weigh no more than a tile of the main kind, or little."""
+    main = _main(matrices)
+    most = max(rows * main.bytes_of(main.cols), LIGHT_TILE_BYTES)
+    if BLOCK[main.qtype].weights == 1:
+        most = max(FLOAT_TILE_BYTES, main.bytes_of(main.cols))
+    return {
+        _kind(m): next(
+            n
+            for n in (rows, rows // 2, rows // 4, rows // 8, 1)
+            if n * m.bytes_of(m.cols) <= most or n == 1
+        )
+        for m in matrices
+    }
+
+
+def _num_tiles(matrices: tuple[Matrix, ...], rows: int) -> int:
+    tile_rows = _tile_rows(matrices, rows)
+    return sum(blocks(m.rows, tile_rows[_kind(m)]) for m in matrices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +170,14 @@ def _cut(matrix: Matrix, rows: int, parts: int) -> _Cut:
     row_bytes, lane_bytes = matrix.bytes_of(cols), matrix.bytes_of(max(matrix.lane, 32))
     part_bytes = min(part_slices * matrix.bytes_of(slice_weights), row_bytes)
     is_filled = BLOCK[qtype].weights == 1 and cols % 32 != 0
-    own_rows = min(rows, matrix.rows)
+    own_rows = min(rows, matrix.rows)  # of a tile
     best: _Cut | None = None
     for shift in range(rows.bit_length()) if parts == 1 and not is_filled else (0,):
         span_bytes = ((1 << shift) - 1) * row_bytes + part_bytes + LINE_BYTES * is_filled
         longest = LINE_BYTES - matrix.align + span_bytes
         chunks = blocks(longest, LINE_BYTES) * LINE_BYTES // 16 | 1
         spans = blocks(own_rows, 1 << shift)
-        cut = _Cut(slice_weights, slices, part_slices, shift, chunks, spans * chunks)
+        cut = _Cut(slice_weights, slices, part_slices, rows, shift, chunks, spans * chunks)
         if best is None:
             best = cut
             least = _conflicts(row_bytes, 16 * chunks, shift, lane_bytes)
@@ -177,18 +205,25 @@ def _fixed_bytes(matrices: tuple[Matrix, ...], rows: int, columns: int, teams: i
 
 
 def _shapes(
-    matrices: tuple[Matrix, ...], rows: int, warps: int, columns: int, tiles: int
+    matrices: tuple[Matrix, ...],
+    rows: int,
+    warps: int,
+    columns: int,
+    tiles: int,
+    *,
+    is_last: bool,
 ) -> Iterator[_Shape]:
     """From the one that keeps most warps busy to the smallest, each with the fewest slots.
 
-    Where a block has several stages, of its so many tiles, one is on its way while one is used.
+    Where a block has several stages, of its so many tiles, one is on its way while one is used;
+    not so in the very last, which takes least.
     """
-    main = max(matrices, key=lambda m: m.rows * m.bytes_of(m.cols))
-    slices = _num_slices(main)
+    main = _main(matrices)
+    slices, tile_rows = _num_slices(main), _tile_rows(matrices, rows)
     for parts in range(1, max(map(_num_slices, matrices)) + 1):
         cuts = tuple(
             max(
-                (_cut(m, rows, parts) for m in matrices if _kind(m) == kind),
+                (_cut(m, tile_rows[kind], parts) for m in matrices if _kind(m) == kind),
                 key=lambda cut: cut.slot_chunks,
             )
             for kind in _kinds(matrices)
@@ -201,7 +236,8 @@ def _shapes(
             slots = max(teams, min(parts * tiles, 2))
             nbytes = fixed + slots * slot
             yield _Shape(rows, columns, team_warps, teams, parts, slots, cuts, nbytes)
-    yield _Shape(rows, columns, team_warps, 1, parts, 1, cuts, fixed + slot)  # where all is short
+    if is_last:
+        yield _Shape(rows, columns, team_warps, 1, parts, 1, cuts, fixed + slot)
 
 
 def _with_slots(shape: _Shape, budget: int, stages: int) -> _Shape:
@@ -215,7 +251,7 @@ def _with_slots(shape: _Shape, budget: int, stages: int) -> _Shape:
 
 def few_rows(matrices: tuple[Matrix, ...], segments: int) -> int:
     """Weight rows of a tile: sixteen where their bytes are few and tiles many."""
-    main = max(matrices, key=lambda m: m.rows * m.bytes_of(m.cols))
+    main = _main(matrices)
     tiles = sum(blocks(m.rows, 16) for m in matrices) * segments
     is_light = 16 * main.bytes_of(main.cols) <= LIGHT_TILE_BYTES
     return 16 if is_light and tiles >= 2 * MULTIPROCESSORS else 8
@@ -226,8 +262,8 @@ def _choose(
 ) -> tuple[_Shape, int]:
     """The shape, and blocks per segment."""
     rows = way.rows or few_rows(matrices, segments)
-    tiles = sum(blocks(m.rows, rows) for m in matrices)
-    heaviest = max(rows * m.bytes_of(m.cols) for m in matrices)
+    tiles, tile_rows = _num_tiles(matrices, rows), _tile_rows(matrices, rows)
+    heaviest = max(tile_rows[_kind(m)] * m.bytes_of(m.cols) for m in matrices)
     # Experts are not known before the launches ahead are done: more copies at once then.
     is_pair = experts > 0 and tiles * segments > MULTIPROCESSORS and heaviest <= PAIR_TILE_BYTES
     resident = way.resident or (2 if is_pair else 1)
@@ -242,9 +278,11 @@ def _choose(
         for columns in (min(FEW_COLUMNS, tokens), 4, 2, 1):
             if columns > tokens:
                 continue
-            for shape in _shapes(matrices, rows, warps, columns, blocks(tiles, num_blocks)):
+            is_last = most == limit and columns == 1
+            own_tiles = blocks(tiles, num_blocks)
+            for shape in _shapes(matrices, rows, warps, columns, own_tiles, is_last=is_last):
                 if shape.shared_bytes + RESERVED_BYTES <= most and shape.slots <= way.slots:
-                    stages = min(way.slots, blocks(tiles, num_blocks) * shape.parts)
+                    stages = min(way.slots, own_tiles * shape.parts)
                     return _with_slots(shape, most - RESERVED_BYTES, stages), num_blocks
             if most < limit:
                 break  # rather more shared memory than fewer columns
@@ -285,7 +323,7 @@ def few_plan(
     if not experts:
         segments = blocks(tokens, shape.columns)
     kinds = _kinds(matrices)
-    cuts = [number for cut in shape.cuts for number in cut[:5]]
+    cuts = [number for cut in shape.cuts for number in cut[:6]]
     own: tuple[int, ...] = ()
     if len(matrices) == 1:
         name = ("gated_" if is_gated else "") + (
@@ -302,7 +340,7 @@ def few_plan(
         filled = (*matrices, *(None for _ in range(MOST_MATRICES - len(matrices))))
         for matrix in filled:
             own += (0, 0) if matrix is None else (matrix.rows, kinds.index(_kind(matrix)))
-        cuts += [0] * (5 * (MOST_KINDS - len(kinds)))
+        cuts += [0] * (6 * (MOST_KINDS - len(kinds)))
     defines = tuple(dict.fromkeys(d for kind in kinds for d in defines_of(kind.qtype)))
     return Plan(
         unit=Unit("matmul_few.cu", f"{name}<{parameters}>", defines + way.defines),

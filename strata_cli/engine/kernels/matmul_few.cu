@@ -9,8 +9,8 @@
 //
 // Few blocks per multiprocessor, small enough that some of the next launch fit beside them and copy
 // their first weights early. One warp copies stage after stage into a ring of slots (spans.cuh);
-// teams of the other warps take tiles of ROWS weight rows in turns, a slice to a warp. x is in shared
-// memory once. One launch may make several matrices that share x, of up to three kinds.
+// teams of the other warps take tiles of up to ROWS weight rows in turns, a slice to a warp. x is
+// in shared memory once. One launch may make several matrices that share x, of up to three kinds.
 #include "activations.cuh"
 #include "mma.cuh"
 #include "overlap.cuh"
@@ -20,7 +20,8 @@
 
 constexpr int MOST_THREADS = 704;
 
-// How a matrix is compiled for: its type, the weights a lane owns, what divides its rows' addresses.
+// How a matrix is compiled for: its type, the weights a lane owns, what divides its rows'
+// addresses.
 template <int TYPE_, int LANE_, int ALIGN_>
 struct Kind {
     static constexpr int TYPE = TYPE_, LANE = LANE_, ALIGN = ALIGN_;
@@ -44,15 +45,17 @@ struct Matrix {
     int rows, kind, first_tile;
 };
 
-// How a kind's rows are cut: weights of a slice, slices of a row; the rest as in Cut.
+// How a kind's rows are cut: weights of a slice, slices of a row, rows of a tile (ROWS, or fewer of
+// heavy ones); the rest as in Cut.
 struct Plan {
-    int slice, slices, part_slices, span_shift, chunks;
+    int slice, slices, part_slices, tile_rows, span_shift, chunks;
 };
 
 __device__ inline Plan plan_from(long long slice, long long slices, long long part_slices,
-                                 long long span_shift, long long chunks) {
-    return {static_cast<int>(slice), static_cast<int>(slices), static_cast<int>(part_slices),
-            static_cast<int>(span_shift), static_cast<int>(chunks)};
+                                 long long tile_rows, long long span_shift, long long chunks) {
+    return {static_cast<int>(slice),       static_cast<int>(slices),
+            static_cast<int>(part_slices), static_cast<int>(tile_rows),
+            static_cast<int>(span_shift),  static_cast<int>(chunks)};
 }
 
 // What the host chose for a launch: warps of a team, slots of the ring and 16 bytes of each, stages
@@ -82,7 +85,8 @@ struct Work {
 #pragma unroll
         for (int i = 0; i < MATRICES; i++) {
             matrices[i].first_tile = tiles;
-            tiles += (matrices[i].rows + ROWS - 1) / ROWS;
+            const int tile_rows = plan_of(matrices[i].kind).tile_rows;
+            tiles += (matrices[i].rows + tile_rows - 1) / tile_rows;
         }
     }
 
@@ -198,8 +202,8 @@ __device__ inline Staged<Kind::ALIGN> staged_row(const unsigned char *slot, cons
                                                  const Stage &stage, int row, int slice) {
     constexpr int align = stage_alignment(Kind::ALIGN, Kind::R::bytes(256));
     const int span = row >> cut.span_shift;
-    const int offset = before_span(cut, stage, span) +
-                       (row - (span << cut.span_shift)) * cut.row + slice * cut.slice;
+    const int offset = before_span(cut, stage, span) + (row - (span << cut.span_shift)) * cut.row +
+                       slice * cut.slice;
     return {slot + span * cut.chunks * 16, offset / align * align};
 }
 
@@ -251,8 +255,8 @@ __device__ inline void multiply_slice(float (&sums)[4], const Staged<Kind::ALIGN
             const uint4 activations = x[(first + i) * count * 4];
 #pragma unroll
             for (int half = 0; half < ROWS / 8; half++)
-                w[half] = decode<TYPE, LANE, ALIGN, WideCodec<TYPE>>(row[half], i, t, book,
-                                                                     scale[half]);
+                w[half] =
+                    decode<TYPE, LANE, ALIGN, WideCodec<TYPE>>(row[half], i, t, book, scale[half]);
             if constexpr (TYPE == F32) {
                 Octet rests[ROWS / 8];
 #pragma unroll
@@ -281,13 +285,13 @@ __device__ inline void store_sums(float *to, const float (&sums)[4], int count) 
 // Adds up the slices of a tile, by a team's threads from the one given on.
 template <int ROWS>
 __device__ inline void add_slices(const float *sums, const Team &team, const Matrix &matrix,
-                                  const Columns &columns, int first_row, int slices,
+                                  const Columns &columns, int first_row, int tile_rows, int slices,
                                   float inverse_gain, int first_thread) {
     const int values = ROWS * columns.count, threads = team.threads();
     int i = team.thread() - first_thread;
     for (i += i < 0 ? threads : 0; i < values; i += threads) {
         const int row = i % ROWS, column = i / ROWS, n = first_row + row;
-        if (n >= matrix.rows) continue;
+        if (row >= tile_rows) continue;
         const float *part = sums + row * columns.count + column;
         float total = 0.0f;
 #pragma unroll 4
@@ -318,8 +322,8 @@ struct FewBook {
     }
 };
 
-// Shared memory of a block: code book, slots, planes of x, two sets of partial sums of every team (so
-// that one barrier per tile is enough), gates of every slot.
+// Shared memory of a block: code book, slots, planes of x, two sets of partial sums of every team
+// (so that one barrier per tile is enough), gates of every slot.
 template <int ROWS, class... Kinds>
 struct Shared {
     static constexpr int BOOK_TYPE = (0 | ... | (Codec<Kinds::TYPE>::BOOK ? Kinds::TYPE : 0));
@@ -361,12 +365,12 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
         const Matrix matrix = work.matrix_of(tile);
         const Plan plan = work.plan_of(matrix.kind);
         const Cut cut = work.cut_of(matrix.kind);
-        const int first_row = (tile - matrix.first_tile) * ROWS;
+        const int first_row = (tile - matrix.first_tile) * plan.tile_rows;
+        const int tile_rows = min(plan.tile_rows, matrix.rows - first_row);
         float *sums = shared.sums + flip * shared.set;
 #pragma unroll 1
         for (int part = 0; part < layout.parts; part++) {
-            const Stage stage = {matrix.data, matrix.rows, first_row,
-                                 min(ROWS, matrix.rows - first_row), part};
+            const Stage stage = {matrix.data, matrix.rows, first_row, tile_rows, part};
 #if BULK
             unsigned char *slot = shared.slots + turn.slot * layout.slot_chunks * 16;
             pass_gate(shared.full + turn.slot, turn.parity);
@@ -412,7 +416,8 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
         float inverse_gain = 1.0f;  // of a power of two, so that the product is the quotient
         with_kind<Kinds...>(matrix.kind,
                             [&](auto as) { inverse_gain = 1.0f / GAIN<decltype(as)::TYPE>; });
-        add_slices<ROWS>(sums, team, matrix, columns, first_row, plan.slices, inverse_gain, adder);
+        add_slices<ROWS>(sums, team, matrix, columns, first_row, tile_rows, plan.slices,
+                         inverse_gain, adder);
         flip ^= 1;
         adder = adder + 32 == team.threads() ? 0 : adder + 32;  // each warp in its turn
     }
@@ -445,8 +450,10 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
         if (tile >= work.tiles) return;
         if (!is_first) pass_gate(shared.empty + turn.slot, turn.parity);
         const Matrix matrix = work.matrix_of(tile);
-        const int row = (tile - matrix.first_tile) * ROWS;
-        const Stage stage = {matrix.data, matrix.rows, row, min(ROWS, matrix.rows - row), part};
+        const int tile_rows = work.plan_of(matrix.kind).tile_rows;
+        const int row = (tile - matrix.first_tile) * tile_rows;
+        const Stage stage = {matrix.data, matrix.rows, row, min(tile_rows, matrix.rows - row),
+                             part};
         start_stage<ROWS>(shared.slots + turn.slot * layout.slot_chunks * 16,
                           work.cut_of(matrix.kind), stage, shared.full + turn.slot);
         turn.go_on(1, layout.slots);
@@ -477,18 +484,19 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
     make_tiles(work, shared, columns, team);
 }
 
-// matmul_few: grid (passes of `columns` tokens, blocks): passes over the same rows run side by side,
-// so all but one find them in the L2 cache
+// matmul_few: grid (passes of `columns` tokens, blocks): passes over the same rows run side by
+// side, so all but one find them in the L2 cache
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void __launch_bounds__(MOST_THREADS)
     matmul_few(const float *x, const unsigned char *data, float *out, long long, long long tokens,
                long long rows, long long cols, long long columns, long long team_warps,
                long long slots, long long slot_chunks, long long parts, long long slice,
-               long long slices, long long part_slices, long long span_shift, long long chunks) {
+               long long slices, long long part_slices, long long tile_rows, long long span_shift,
+               long long chunks) {
     extern __shared__ uint4 shared[];
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
     work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
-    work.plans[0] = plan_from(slice, slices, part_slices, span_shift, chunks);
+    work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
     work.layout = layout_from(team_warps, slots, slot_chunks, parts);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
@@ -501,14 +509,15 @@ __global__ void __launch_bounds__(MOST_THREADS)
 // gated_few: as matmul_few, of silu(x / divisor), times up where that is not x itself
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void __launch_bounds__(MOST_THREADS)
-    gated_few(const float *x, const float *up, const unsigned char *data, float *out, long long, long long tokens,
-               long long rows, long long cols, long long divisor, long long columns, long long team_warps,
-               long long slots, long long slot_chunks, long long parts, long long slice,
-               long long slices, long long part_slices, long long span_shift, long long chunks) {
+    gated_few(const float *x, const float *up, const unsigned char *data, float *out, long long,
+              long long tokens, long long rows, long long cols, long long divisor,
+              long long columns, long long team_warps, long long slots, long long slot_chunks,
+              long long parts, long long slice, long long slices, long long part_slices,
+              long long tile_rows, long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
     work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
-    work.plans[0] = plan_from(slice, slices, part_slices, span_shift, chunks);
+    work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
     work.layout = layout_from(team_warps, slots, slot_chunks, parts);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
@@ -521,18 +530,21 @@ __global__ void __launch_bounds__(MOST_THREADS)
 
 // matmul_several: the first MATRICES of six matrices, of up to three kinds; grid as matmul_few
 template <int MATRICES, int ROWS, class... Kinds>
-__global__ void __launch_bounds__(MOST_THREADS) matmul_several(
-    const float *x, const unsigned char *data0, float *out0, const unsigned char *data1,
-    float *out1, const unsigned char *data2, float *out2, const unsigned char *data3, float *out3,
-    const unsigned char *data4, float *out4, const unsigned char *data5, float *out5,
-    long long tokens, long long cols, long long rows0, long long kind0, long long rows1,
-    long long kind1, long long rows2, long long kind2, long long rows3, long long kind3,
-    long long rows4, long long kind4, long long rows5, long long kind5, long long columns,
-    long long team_warps, long long slots, long long slot_chunks, long long parts,
-    long long slice0, long long slices0, long long part_slices0, long long span_shift0,
-    long long chunks0, long long slice1, long long slices1, long long part_slices1,
-    long long span_shift1, long long chunks1, long long slice2, long long slices2,
-    long long part_slices2, long long span_shift2, long long chunks2) {
+__global__ void __launch_bounds__(MOST_THREADS)
+    matmul_several(const float *x, const unsigned char *data0, float *out0,
+                   const unsigned char *data1, float *out1, const unsigned char *data2, float *out2,
+                   const unsigned char *data3, float *out3, const unsigned char *data4, float *out4,
+                   const unsigned char *data5, float *out5, long long tokens, long long cols,
+                   long long rows0, long long kind0, long long rows1, long long kind1,
+                   long long rows2, long long kind2, long long rows3, long long kind3,
+                   long long rows4, long long kind4, long long rows5, long long kind5,
+                   long long columns, long long team_warps, long long slots, long long slot_chunks,
+                   long long parts, long long slice0, long long slices0, long long part_slices0,
+                   long long tile_rows0, long long span_shift0, long long chunks0, long long slice1,
+                   long long slices1, long long part_slices1, long long tile_rows1,
+                   long long span_shift1, long long chunks1, long long slice2, long long slices2,
+                   long long part_slices2, long long tile_rows2, long long span_shift2,
+                   long long chunks2) {
     extern __shared__ uint4 shared[];
     Work<ROWS, MATRICES, Kinds...> work;
     const auto set = [&](int i, const unsigned char *data, float *out, long long rows,
@@ -546,11 +558,11 @@ __global__ void __launch_bounds__(MOST_THREADS) matmul_several(
     set(3, data3, out3, rows3, kind3);
     set(4, data4, out4, rows4, kind4);
     set(5, data5, out5, rows5, kind5);
-    work.plans[0] = plan_from(slice0, slices0, part_slices0, span_shift0, chunks0);
+    work.plans[0] = plan_from(slice0, slices0, part_slices0, tile_rows0, span_shift0, chunks0);
     if constexpr (sizeof...(Kinds) > 1)
-        work.plans[1] = plan_from(slice1, slices1, part_slices1, span_shift1, chunks1);
+        work.plans[1] = plan_from(slice1, slices1, part_slices1, tile_rows1, span_shift1, chunks1);
     if constexpr (sizeof...(Kinds) > 2)
-        work.plans[2] = plan_from(slice2, slices2, part_slices2, span_shift2, chunks2);
+        work.plans[2] = plan_from(slice2, slices2, part_slices2, tile_rows2, span_shift2, chunks2);
     work.layout = layout_from(team_warps, slots, slot_chunks, parts);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
@@ -561,15 +573,16 @@ __global__ void __launch_bounds__(MOST_THREADS) matmul_several(
 }
 
 // grouped_few: pairs sorted by expert; grid (pairs of these experts, blocks). Blocks x make the
-// `columns` pairs from the x-th on of an expert if that is its first pair or a multiple of `columns`
-// after it, else nothing.
+// `columns` pairs from the x-th on of an expert if that is its first pair or a multiple of
+// `columns` after it, else nothing.
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void __launch_bounds__(MOST_THREADS)
     grouped_few(const float *x, const long long *blobs, const int *row_of, const int *expert_start,
                 float *out, long long, long long rows, long long cols, long long offset_bytes,
                 long long experts, long long columns, long long team_warps, long long slots,
                 long long slot_chunks, long long parts, long long slice, long long slices,
-                long long part_slices, long long span_shift, long long chunks) {
+                long long part_slices, long long tile_rows, long long span_shift,
+                long long chunks) {
     extern __shared__ uint4 shared[];
     __shared__ Found found;
     let_next_start();
@@ -579,7 +592,7 @@ __global__ void __launch_bounds__(MOST_THREADS)
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
     work.matrices[0] = {reinterpret_cast<const unsigned char *>(found.blobs[0]) + offset_bytes, out,
                         static_cast<int>(rows), 0, 0};
-    work.plans[0] = plan_from(slice, slices, part_slices, span_shift, chunks);
+    work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
     work.layout = layout_from(team_warps, slots, slot_chunks, parts);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
@@ -589,11 +602,12 @@ __global__ void __launch_bounds__(MOST_THREADS)
 // gated_grouped_few: as grouped_few, of silu(x) * up
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void __launch_bounds__(MOST_THREADS)
-    gated_grouped_few(const float *x, const float *up, const long long *blobs, const int *row_of, const int *expert_start,
-                float *out, long long, long long rows, long long cols, long long offset_bytes,
-                long long experts, long long columns, long long team_warps, long long slots,
-                long long slot_chunks, long long parts, long long slice, long long slices,
-                long long part_slices, long long span_shift, long long chunks) {
+    gated_grouped_few(const float *x, const float *up, const long long *blobs, const int *row_of,
+                      const int *expert_start, float *out, long long, long long rows,
+                      long long cols, long long offset_bytes, long long experts, long long columns,
+                      long long team_warps, long long slots, long long slot_chunks, long long parts,
+                      long long slice, long long slices, long long part_slices, long long tile_rows,
+                      long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
     __shared__ Found found;
     let_next_start();
@@ -603,7 +617,7 @@ __global__ void __launch_bounds__(MOST_THREADS)
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
     work.matrices[0] = {reinterpret_cast<const unsigned char *>(found.blobs[0]) + offset_bytes, out,
                         static_cast<int>(rows), 0, 0};
-    work.plans[0] = plan_from(slice, slices, part_slices, span_shift, chunks);
+    work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
     work.layout = layout_from(team_warps, slots, slot_chunks, parts);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
@@ -619,7 +633,8 @@ __global__ void __launch_bounds__(MOST_THREADS)
                  long long rows, long long cols, long long offset0, long long offset1,
                  long long experts, long long columns, long long team_warps, long long slots,
                  long long slot_chunks, long long parts, long long slice, long long slices,
-                 long long part_slices, long long span_shift, long long chunks) {
+                 long long part_slices, long long tile_rows, long long span_shift,
+                 long long chunks) {
     extern __shared__ uint4 shared[];
     __shared__ Found found;
     let_next_start();
@@ -631,7 +646,7 @@ __global__ void __launch_bounds__(MOST_THREADS)
                         static_cast<int>(rows), 0, 0};
     work.matrices[1] = {reinterpret_cast<const unsigned char *>(found.blobs[1]) + offset1, out1,
                         static_cast<int>(rows), 0, 0};
-    work.plans[0] = plan_from(slice, slices, part_slices, span_shift, chunks);
+    work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
     work.layout = layout_from(team_warps, slots, slot_chunks, parts);
     work.cols = static_cast<int>(cols);
     work.number_tiles();

@@ -51,12 +51,12 @@ __device__ inline Span span_of(const Cut &cut, const Stage &stage, int index) {
     const int before = before_span(cut, stage, index);
     const unsigned char *from = stage.data + span_offset(cut, stage, index) - before;
     const int part = stage.part * cut.part_slices * cut.slice;
-    const int length = before + (rows - 1) * cut.row +
-                       min(cut.part_slices * cut.slice, cut.row - part);
+    const int length =
+        before + (rows - 1) * cut.row + min(cut.part_slices * cut.slice, cut.row - part);
     const int fill = stage.part + 1 == cut.parts ? cut.fill : 0;
     // It ends with its line, but not in the zeros, nor behind the matrix.
-    const int over = static_cast<int>(-(reinterpret_cast<unsigned long long>(from) + length) &
-                                      (LINE_BYTES - 1));
+    const int over =
+        static_cast<int>(-(reinterpret_cast<unsigned long long>(from) + length) & (LINE_BYTES - 1));
     const long long left =
         stage.data + static_cast<long long>(stage.matrix_rows) * cut.row - (from + length);
     const int end = length + (fill ? 0 : static_cast<int>(min(static_cast<long long>(over), left)));
