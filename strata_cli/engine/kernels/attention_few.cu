@@ -168,12 +168,6 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, width = static_cast<int>(dim);
     const bool wide = all.is_cache_wide(), is_q_wide = is_wide(dim, q);
 
-    for (int i = threadIdx.x; i < ROWS * DIM / 8; i += THREADS) {
-        const int row = i / (DIM / 8), chunk = i % (DIM / 8);
-        const float *query = q + (token * num_heads + first_head + row) * dim;
-        *chunk_at(shared.q, row, chunk) =
-            row < num_rows ? query_chunk(query, chunk, width, is_q_wide) : make_uint4(0, 0, 0, 0);
-    }
     find_parts(shared, Allowed::of(all, token));
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0)
         to.counts()[token] = shared.num_parts;
@@ -188,6 +182,12 @@ __global__ void __launch_bounds__(THREADS, 2)
     };
     load(shared.cache[0], keys, 0);
     if (STAGES == 1) load(shared.cache[1], values, 0);
+    for (int i = threadIdx.x; i < ROWS * DIM / 8; i += THREADS) {
+        const int row = i / (DIM / 8), chunk = i % (DIM / 8);
+        const float *query = q + (token * num_heads + first_head + row) * dim;
+        *chunk_at(shared.q, row, chunk) =
+            row < num_rows ? query_chunk(query, chunk, width, is_q_wide) : make_uint4(0, 0, 0, 0);
+    }
     for (int turn = 0; turn < turns; turn++) {
         const int rank = first_rank + turn * step, part = shared.parts[turn];
         wait_copies<STAGES>();
