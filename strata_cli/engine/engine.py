@@ -18,9 +18,11 @@ from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.device.timing import Spans
 from strata_cli.engine.experts.cache import LEAST_SLOTS
 from strata_cli.engine.experts.placing import ExpertHome
+from strata_cli.engine.forward.branch import BranchRoom, new_branch_room
 from strata_cli.engine.forward.caching import CacheWishes
 from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.loading import Loaded, Notice, Progress, load_weights
+from strata_cli.engine.forward.parking import ParkedRows, park, unpark
 from strata_cli.engine.forward.planning import DEFAULT_HOMES, Homes, Plan, Wishes, plan_model
 from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash, new_state
@@ -31,6 +33,7 @@ from strata_cli.engine.model.shards import model_stem
 from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.engine.model.tokenizer import Tokenizer
+from strata_cli.engine.prefill.branches import read_branches
 from strata_cli.engine.prefill.chunks import Wanted, prefill
 from strata_cli.engine.prefill.dump import ResidualDump
 from strata_cli.engine.prefill.prompt_stream import Setting, StreamRules
@@ -130,6 +133,7 @@ class Engine:
         self._streamer = streamer
         self._resources = resources
         self._is_closed = False
+        self._room: BranchRoom | None = None
 
     @classmethod
     def open(
@@ -249,6 +253,13 @@ class Engine:
         state = new_state(self.spec, self._device, self._stream, self.context_tokens)
         return Sequence(self, state, Decoder(self._forward, self._port, state))
 
+    def _branch_room(self) -> BranchRoom:
+        """Room for branches, made when they are first wanted."""
+        if self._room is None:
+            self._room = new_branch_room(self.spec, self._device, self._stream)
+            self._resources.callback(self._room.close)
+        return self._room
+
     def require_open(self) -> None:
         """Refuse to work after close().
 
@@ -291,6 +302,16 @@ class Sequence:
     def ids(self) -> tuple[int, ...]:
         """The tokens read."""
         return tuple(self._state.ids)
+
+    @property
+    def cached_ids(self) -> tuple[int, ...]:
+        """The tokens whose K/V is there: those read, and after a rewind those behind them."""
+        return tuple(self._state.cached_ids)
+
+    @property
+    def is_consistent(self) -> bool:
+        """False after a call that was interrupted halfway, until restore() or reset()."""
+        return self._state.is_consistent
 
     def prefill(
         self, ids: list[int], *, logits: Wanted = "last", progress: Progress | None = None
@@ -335,6 +356,40 @@ class Sequence:
             self._engine._streamer.settle()
         return self._decoder.step(token_id)
 
+    def score(self, suffixes: list[list[int]]) -> list[NDArray[np.float32]]:
+        """Read each suffix as if the sequence went on by it alone; the sequence stays as it is.
+
+        Many suffixes share a pass. Snapshots of later positions can no longer be restored.
+
+        Returns:
+            For each suffix the logits [V] of its last token, equal in every bit to those that
+            prefill(suffix) returns.
+
+        Raises:
+            InputError: a suffix is empty, has an id outside the vocabulary or does not fit the
+                context; names the suffix.
+            StateError: an earlier call was interrupted halfway.
+        """
+        self._require_open()
+        for number, suffix in enumerate(suffixes, 1):
+            if not suffix:
+                raise InputError(f"suffix {number} has no tokens", hint="give it some text")
+            try:
+                self._check(suffix)
+            except InputError as error:
+                raise InputError(f"suffix {number}: {error.message}", hint=error.hint) from None
+        engine, num_tokens = self._engine, sum(map(len, suffixes))
+        with engine._watch.prompt(self.position, num_tokens):
+            return read_branches(
+                engine._forward,
+                engine._port,
+                self._state,
+                engine._branch_room(),
+                suffixes,
+                watch=engine._watch,
+                streamer=engine._streamer,
+            )
+
     def snapshot(self) -> Snapshot:
         """The state at this position, for restore(). K/V is positional and is not copied.
 
@@ -359,6 +414,21 @@ class Sequence:
                 hint="read the tokens again, or snapshot before branching",
             )
         self._state.restore(snapshot)
+
+    def can_restore(self, snapshot: Snapshot) -> bool:
+        """Whether restore() would take this snapshot of the sequence."""
+        return self._state.can_restore(snapshot)
+
+    def park(self) -> ParkedRows:
+        """Copy all K/V to host memory, for restore_parked(); also when interrupted halfway."""
+        self._require_open()
+        return park(self._state)
+
+    def restore_parked(self, rows: ParkedRows, snapshot: Snapshot) -> None:
+        """Become what was parked, as it was at a snapshot of it; like restore() otherwise."""
+        self._require_open()
+        unpark(self._state, rows)
+        self.restore(snapshot)
 
     def reset(self) -> None:
         """Back to position 0; mends a sequence that was interrupted halfway."""
