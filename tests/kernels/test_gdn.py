@@ -18,6 +18,7 @@ from strata_cli.engine.kernels.gdn import (
     delta_rule,
     gated_norm,
 )
+from strata_cli.engine.kernels.matmul import round_rows
 from strata_cli.errors import ShapeError
 from tests.kernels.lab import Lab, assert_close, normal
 from tests.kernels.segments import CUTS, pieces
@@ -194,6 +195,18 @@ def test_a_gpu_norms_each_token_alone(gpu_lab: Lab, num_tokens: int, dim: int) -
     whole = run_norm(gpu_lab, o, z, weight)
     assert_close(whole, GATED_NORM.reference(o, z, weight, EPS))
     np.testing.assert_array_equal(run_norm(gpu_lab, o[1:2], z[1:2], weight), whole[1:2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [128, 77])
+def test_a_gpus_norm_also_writes_what_products_read(gpu_lab: Lab, dim: int) -> None:
+    o, z, weight = normal(1, 9, 6 * dim), normal(2, 9, 6 * dim), normal(3, dim, scale=1e5)
+    out, rounded = gpu_lab.empty(o.shape), gpu_lab.empty(o.shape, np.float16)
+    operands = (gpu_lab.put(values) for values in (o, z, weight))
+    gated_norm(gpu_lab.stream, *operands, EPS, out, rounded)
+    expected = gpu_lab.empty(o.shape, np.float16)
+    round_rows(gpu_lab.stream, out, expected)
+    np.testing.assert_array_equal(gpu_lab.get(rounded), gpu_lab.get(expected))
 
 
 def run_norm(lab: Lab, o: Floats, z: Floats, weight: Floats) -> Floats:
