@@ -202,8 +202,8 @@ def test_a_gpu_norms_each_token_alone(gpu_lab: Lab, num_tokens: int, dim: int) -
 def test_a_gpus_norm_also_writes_what_products_read(gpu_lab: Lab, dim: int) -> None:
     o, z, weight = normal(1, 9, 6 * dim), normal(2, 9, 6 * dim), normal(3, dim, scale=1e5)
     out, rounded = gpu_lab.empty(o.shape), gpu_lab.empty(o.shape, np.float16)
-    operands = (gpu_lab.put(values) for values in (o, z, weight))
-    gated_norm(gpu_lab.stream, *operands, EPS, out, rounded)
+    heads, gates, norm = (gpu_lab.put(values) for values in (o, z, weight))
+    gated_norm(gpu_lab.stream, heads, gates, norm, EPS, out, rounded)
     expected = gpu_lab.empty(o.shape, np.float16)
     round_rows(gpu_lab.stream, out, expected)
     np.testing.assert_array_equal(gpu_lab.get(rounded), gpu_lab.get(expected))
