@@ -92,7 +92,7 @@ FLUSH_BYTES = 400 << 20  # several times any L2 cache
 CHECK_SHAPES = {True: (1280, 1100), False: (640, 1100)}  # blocks above 64 weights or not
 WAYS = (
     Way(),
-    *(Way(warps=n) for n in (10, 15)),
+    *(Way(warps=n) for n in (10, 15, 20)),
     Way(rows=16, warps=15),
     Way(warps=20, shared_bytes=140 << 10),
     Way(resident=2, warps=15, shared_bytes=110 << 10),

@@ -43,6 +43,7 @@ NARROW_BLOCK_BYTES = 75 << 10
 ALONE_BLOCK_BYTES = 180 << 10  # where most multiprocessors are free for the next launch
 RESERVED_BYTES = 1 << 10
 MOST_WARPS = 20  # that multiply in a block
+USUAL_WARPS = 15  # with these, registers of two blocks fit a multiprocessor
 PAIR_WARPS = 12
 
 
@@ -267,8 +268,9 @@ def _choose(
     # Experts are not known before the launches ahead are done: more copies at once then.
     is_pair = experts > 0 and tiles * segments > MULTIPROCESSORS and heaviest <= PAIR_TILE_BYTES
     resident = way.resident or (2 if is_pair else 1)
-    warps = way.warps or (PAIR_WARPS if resident > 1 else MOST_WARPS)
     is_small = tiles * segments <= MULTIPROCESSORS // 2
+    usual_warps = MOST_WARPS if is_small else PAIR_WARPS if resident > 1 else USUAL_WARPS
+    warps = way.warps or usual_warps
     usual = (
         NARROW_BLOCK_BYTES if resident > 1 else ALONE_BLOCK_BYTES if is_small else WIDE_BLOCK_BYTES
     )

@@ -18,7 +18,7 @@
 #include "weights.cuh"
 #include "wide_book.cuh"
 
-constexpr int MOST_THREADS = 704;
+constexpr int MOST_REGISTERS = 64;  // two blocks of 16 warps then find room on a multiprocessor
 
 // How a matrix is compiled for: its type, the weights a lane owns, what divides its rows'
 // addresses.
@@ -443,6 +443,7 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
     bool is_first = true;
 #pragma unroll 1
     while (true) {
+        __syncwarp();
         if (is_first && (tile >= work.tiles || turn.parity == 0)) {
             is_first = false;
             __syncthreads();
@@ -487,7 +488,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
 // matmul_few: grid (passes of `columns` tokens, blocks): passes over the same rows run side by
 // side, so all but one find them in the L2 cache
 template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __maxnreg__(MOST_REGISTERS)
     matmul_few(const float *x, const unsigned char *data, float *out, long long, long long tokens,
                long long rows, long long cols, long long columns, long long team_warps,
                long long slots, long long slot_chunks, long long parts, long long slice,
@@ -508,7 +509,7 @@ __global__ void __launch_bounds__(MOST_THREADS)
 
 // gated_few: as matmul_few, of silu(x / divisor), times up where that is not x itself
 template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __maxnreg__(MOST_REGISTERS)
     gated_few(const float *x, const float *up, const unsigned char *data, float *out, long long,
               long long tokens, long long rows, long long cols, long long divisor,
               long long columns, long long team_warps, long long slots, long long slot_chunks,
@@ -530,7 +531,7 @@ __global__ void __launch_bounds__(MOST_THREADS)
 
 // matmul_several: the first MATRICES of six matrices, of up to three kinds; grid as matmul_few
 template <int MATRICES, int ROWS, class... Kinds>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __maxnreg__(MOST_REGISTERS)
     matmul_several(const float *x, const unsigned char *data0, float *out0,
                    const unsigned char *data1, float *out1, const unsigned char *data2, float *out2,
                    const unsigned char *data3, float *out3, const unsigned char *data4, float *out4,
@@ -576,7 +577,7 @@ __global__ void __launch_bounds__(MOST_THREADS)
 // `columns` pairs from the x-th on of an expert if that is its first pair or a multiple of
 // `columns` after it, else nothing.
 template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __maxnreg__(MOST_REGISTERS)
     grouped_few(const float *x, const long long *blobs, const int *row_of, const int *expert_start,
                 float *out, long long, long long rows, long long cols, long long offset_bytes,
                 long long experts, long long columns, long long team_warps, long long slots,
@@ -601,7 +602,7 @@ __global__ void __launch_bounds__(MOST_THREADS)
 
 // gated_grouped_few: as grouped_few, of silu(x) * up
 template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __maxnreg__(MOST_REGISTERS)
     gated_grouped_few(const float *x, const float *up, const long long *blobs, const int *row_of,
                       const int *expert_start, float *out, long long, long long rows,
                       long long cols, long long offset_bytes, long long experts, long long columns,
@@ -627,7 +628,7 @@ __global__ void __launch_bounds__(MOST_THREADS)
 // grouped_pair: as grouped_few with two matrices of one shape and type per expert, which may lie in
 // different blobs
 template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __maxnreg__(MOST_REGISTERS)
     grouped_pair(const float *x, const long long *blobs0, const long long *blobs1,
                  const int *row_of, const int *expert_start, float *out0, float *out1, long long,
                  long long rows, long long cols, long long offset0, long long offset1,
