@@ -16,7 +16,7 @@ template <int TAPS>
 __global__ void causal_conv_silu(const float *u, float *history, const float *weight, float *out,
                                  long long num_tokens, long long channels, long long rows) {
     start_early();
-    constexpr int PAST = TAPS - 1;
+    constexpr int PAST = TAPS - 1, AT_ONCE = 8;
     const long long channel = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
     if (channel >= channels) return;
     const long long first = blockIdx.y * rows, stop = min(first + rows, num_tokens);
@@ -29,15 +29,22 @@ __global__ void causal_conv_silu(const float *u, float *history, const float *we
         window[j + 1] =
             t < 0 ? history[(t + PAST) * channels + channel] : u[t * channels + channel];
     }
-#pragma unroll 4
-    for (long long t = first; t < stop; t++) {
+    for (long long start = first; start < stop; start += AT_ONCE) {
+        float next[AT_ONCE];  // loaded before any is written out
 #pragma unroll
-        for (int j = 0; j < PAST; j++) window[j] = window[j + 1];
-        window[PAST] = u[t * channels + channel];
-        float total = 0.0f;
+        for (int i = 0; i < AT_ONCE; i++)
+            next[i] = start + i < stop ? u[(start + i) * channels + channel] : 0.0f;
 #pragma unroll
-        for (int j = 0; j < TAPS; j++) total = fmaf(taps[j], window[j], total);
-        out[t * channels + channel] = silu32(total);
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (start + i >= stop) break;
+#pragma unroll
+            for (int j = 0; j < PAST; j++) window[j] = window[j + 1];
+            window[PAST] = next[i];
+            float total = 0.0f;
+#pragma unroll
+            for (int j = 0; j < TAPS; j++) total = fmaf(taps[j], window[j], total);
+            out[(start + i) * channels + channel] = silu_fast(total);
+        }
     }
     if (blockIdx.y == 0) {
         for (int j = 0; j < PAST; j++) {  // ascending: a row moves before it is overwritten

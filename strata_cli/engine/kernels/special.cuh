@@ -20,3 +20,6 @@ __device__ inline float exp_fast(float x) { return exp2_fast(x * 1.4426950408889
 
 // 1 / (1 + e**-x)
 __device__ inline float sigmoid_fast(float x) { return inverse_fast(1.0f + exp_fast(-x)); }
+
+// x * sigmoid(x)
+__device__ inline float silu_fast(float x) { return x * sigmoid_fast(x); }
