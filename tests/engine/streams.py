@@ -46,7 +46,7 @@ class Way:
         ring: slots, 0 automatic.
         stream_min: tokens from which on chunks are streamed ahead.
         stream: options of the stream.
-        is_likely, keep: as in StreamRules.
+        is_likely, keep, short: as in StreamRules.
     """
 
     cache: int = 45
@@ -57,6 +57,7 @@ class Way:
     stream: dict[str, Any] = field(default_factory=dict)
     is_likely: bool = False
     keep: int = 0
+    short: int = 8
 
     def open(self, path: Path, device: str) -> Engine:
         rules = StreamRules(
@@ -64,7 +65,7 @@ class Way:
             stream=StreamOptions(**{"watchdog_s": WATCHDOG_S, **self.stream}),
             is_likely=self.is_likely,
             kept_slots=self.keep,
-            short_tokens=8,
+            short_tokens=self.short,
         )
         return Engine.open(
             EngineOptions(

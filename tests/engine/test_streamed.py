@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.experts import waiting
+from strata_cli.engine.prefill.feed import StreamTables
 from strata_cli.errors import DeviceError, StallError
 from tests.engine.readings import open_engine
 from tests.engine.streams import (
@@ -113,6 +115,48 @@ def test_short_chunks_copy_routed_experts_alone(separate: Path, device_name: str
         assert counts.copied < NUM_EXPERTS * NUM_LAYERS
         sequence.prefill(TURNS[0][:8])  # so few are read where they are
         assert not streamer_of(engine).counts
+
+
+@pytest.mark.parametrize("ring", [8, 16])
+def test_routed_experts_are_read_from_the_ring(separate: Path, device_name: str, ring: int) -> None:
+    """They could be read where they lie too, with the same bits."""
+    with Way(cache=0, ring=ring).open(separate, device_name) as engine:
+        with engine.sequence() as sequence:
+            sequence.prefill(TURNS[0][:64])
+        streamer = streamer_of(engine)
+        table, memory, use = streamer._tables._addresses, streamer._own, streamer.use
+        assert memory is not None
+        assert use is not None
+        addresses = download(engine._device, engine._stream, table)
+        is_inside = (addresses >= memory.address) & (addresses < memory.address + memory.nbytes)
+        expected = (use > 0).sum(axis=1) if ring == 8 else [NUM_EXPERTS] * NUM_LAYERS
+        assert is_inside.sum(axis=1).tolist() == list(expected)
+
+
+def test_a_ring_waits_for_the_reads_of_the_one_before(
+    separate: Path, device_name: str, truth: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short prompt's last layer is held up when the copies of a long one could begin.
+
+    Its experts fit the small ring, so that the copies are done by then.
+    """
+    may_run, left, start = threading.Event(), NUM_LAYERS, StreamTables.start
+    way = Way(cache=0, short=0).open(separate, device_name)
+    with way as opened, opened.sequence() as short, opened.sequence() as long:
+
+        def held_up(tables: StreamTables) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                opened._stream.call(lambda: _hold(may_run))
+            return start(tables)
+
+        monkeypatch.setattr(StreamTables, "start", held_up)
+        short.prefill(TURNS[0][:2], logits="none")
+        opened._port.enqueue_logits(opened._forward.head(1, 2))
+        threading.Timer(0.2, may_run.set).start()
+        long.prefill(TURNS[1][:64], logits="none")
+        assert np.array_equal(opened._port.read_logits(1)[0], truth.logits[1])
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["thread", "inline"])
