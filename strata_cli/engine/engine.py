@@ -253,6 +253,28 @@ class Engine:
         state = new_state(self.spec, self._device, self._stream, self.context_tokens)
         return Sequence(self, state, Decoder(self._forward, self._port, state))
 
+    def check(self, ids: list[int], position: int = 0) -> None:
+        """Refuse tokens that cannot be read from a position on.
+
+        Raises:
+            InputError: there are none, one is outside the vocabulary, or they do not fit.
+        """
+        vocab, context = self.spec.vocab_size, self.context_tokens
+        if not ids:
+            raise InputError("nothing to read: the prompt has no tokens", hint="give some text")
+        for index, token_id in enumerate(ids):
+            if not 0 <= token_id < vocab:
+                raise InputError(
+                    f"token id {token_id} (number {index + 1} of {len(ids)}) is outside the "
+                    f"vocabulary of {vocab}",
+                    hint=f"ids go from 0 to {vocab - 1}",
+                )
+        if position + len(ids) > context:
+            raise InputError(
+                f"{position + len(ids)} tokens do not fit the context of {context}",
+                hint="shorten the prompt or raise --max-context",
+            )
+
     def _branch_room(self) -> BranchRoom:
         """Room for branches, made when they are first wanted."""
         if self._room is None:
@@ -464,21 +486,7 @@ class Sequence:
 
     def _check(self, ids: list[int]) -> None:
         self._require_open()
-        vocab, context = self._engine.spec.vocab_size, self._engine.context_tokens
-        if not ids:
-            raise InputError("nothing to read: the prompt has no tokens", hint="give some text")
-        for index, token_id in enumerate(ids):
-            if not 0 <= token_id < vocab:
-                raise InputError(
-                    f"token id {token_id} (number {index + 1} of {len(ids)}) is outside the "
-                    f"vocabulary of {vocab}",
-                    hint=f"ids go from 0 to {vocab - 1}",
-                )
-        if self.position + len(ids) > context:
-            raise InputError(
-                f"{self.position + len(ids)} tokens do not fit the context of {context}",
-                hint="shorten the prompt or raise --max-context",
-            )
+        self._engine.check(ids, self.position)
 
 
 def _announce_compiling(notice: Notice | None) -> None:

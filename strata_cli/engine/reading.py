@@ -19,6 +19,7 @@ from strata_cli.engine.engine import Engine, Sequence
 from strata_cli.engine.forward.state import StateHash
 from strata_cli.engine.kernels.head import log_softmax_row, top_k
 from strata_cli.engine.prefill.chunks import Wanted
+from strata_cli.engine.session import Session
 from strata_cli.errors import InputError
 
 FinishReason: TypeAlias = Literal["stop", "length"]
@@ -49,6 +50,7 @@ class ReadRequest:
         all_logits: keep the logits of every prompt position.
         state_hash: fingerprint the state after the prompt and what was generated.
         deterministic: force a canonical read on or off; None decides by what is read.
+        reuse: take what is known of the prompt from earlier reads; the result is the same.
     """
 
     ids: list[int]
@@ -59,6 +61,7 @@ class ReadRequest:
     all_logits: bool = False
     state_hash: bool = False
     deterministic: bool | None = None
+    reuse: bool = True
 
     @property
     def is_canonical(self) -> bool:
@@ -91,6 +94,7 @@ class ReadResult:
         finish_reason: "stop" (the model ended its answer), "length", or None when nothing was
             to be generated.
         state_hash: when asked for.
+        reused_tokens: of the prompt, those that an earlier read had read.
     """
 
     logits: NDArray[np.float32]
@@ -101,6 +105,7 @@ class ReadResult:
     finish_reason: FinishReason | None
     state_hash: StateHash | None
     timings: Timings
+    reused_tokens: int = 0
 
 
 def read(
@@ -124,30 +129,76 @@ def read(
         InputError: the prompt is empty, has ids outside the vocabulary, or prompt and answer do
             not fit the context.
     """
-    _check_room(engine, sequence, request)
+    _check_room(engine, sequence.position, request)
     started = time.perf_counter()
     wanted: Wanted = "all" if request.all_logits else "last"
     logits = sequence.prefill(request.ids, logits=wanted, progress=progress)
-    last = logits[-1] if request.all_logits else logits
     prompt_s = time.perf_counter() - started
+    prompt = _Prompt(logits, 0, prompt_s)
+    return _answer(engine, sequence, request, prompt, on_token)
+
+
+def read_in(
+    session: Session,
+    request: ReadRequest,
+    *,
+    on_token: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ReadResult:
+    """Read a prompt in a session, resuming from what it knows, and answer the request.
+
+    A request for all logits reads everything anew, in a sequence of its own.
+
+    Raises:
+        InputError: see read().
+    """
+    engine = session.engine
+    if request.all_logits:
+        with engine.sequence() as sequence:
+            return read(engine, sequence, request, on_token=on_token, progress=progress)
+    _check_room(engine, 0, request)
+    started = time.perf_counter()
+    logits, reused = session.read(request.ids, reuse=request.reuse, progress=progress)
+    prompt = _Prompt(logits, reused, time.perf_counter() - started)
+    return _answer(engine, session.sequence, request, prompt, on_token)
+
+
+class _Prompt(NamedTuple):
+    """A prompt that was read: its logits, [V] or [T, V]."""
+
+    logits: NDArray[np.float32]
+    reused_tokens: int
+    seconds: float
+
+
+def _answer(
+    engine: Engine,
+    sequence: Sequence,
+    request: ReadRequest,
+    prompt: _Prompt,
+    on_token: Callable[[int], None] | None,
+) -> ReadResult:
+    last = prompt.logits[-1] if request.all_logits else prompt.logits
     top, allowed = next_token_logprobs(last, request.top, request.allowed_ids)
     started = time.perf_counter()
     generated, finish, steps = _generate(engine, sequence, request, last, on_token)
     generate_s = time.perf_counter() - started
+    read_tokens = len(request.ids) - prompt.reused_tokens
     return ReadResult(
         logits=last,
-        all_logits=logits if request.all_logits else None,
+        all_logits=prompt.logits if request.all_logits else None,
         top=top,
         allowed=allowed,
         generated_ids=generated,
         finish_reason=finish,
         state_hash=sequence.state_hash() if request.state_hash else None,
         timings=Timings(
-            prompt_ms=prompt_s * 1e3,
+            prompt_ms=prompt.seconds * 1e3,
             generate_ms=generate_s * 1e3,
-            prompt_tokens_per_s=len(request.ids) / prompt_s,
+            prompt_tokens_per_s=read_tokens / prompt.seconds,
             generate_tokens_per_s=steps / generate_s if steps else 0.0,
         ),
+        reused_tokens=prompt.reused_tokens,
     )
 
 
@@ -172,8 +223,8 @@ def _name(logprobs: NDArray[np.float32], ids: Iterable[int]) -> list[TokenLogpro
     return [TokenLogprob(token_id, float(logprobs[token_id])) for token_id in ids]
 
 
-def _check_room(engine: Engine, sequence: Sequence, request: ReadRequest) -> None:
-    need = sequence.position + len(request.ids) + request.max_tokens
+def _check_room(engine: Engine, position: int, request: ReadRequest) -> None:
+    need = position + len(request.ids) + request.max_tokens
     if need > engine.context_tokens:
         raise InputError(
             f"{len(request.ids)} prompt tokens and {request.max_tokens} tokens to generate do not "

@@ -1,0 +1,170 @@
+"""Which checkpoints of a sequence are kept, and which prompt may resume from which.
+
+A checkpoint is the running state at a position. Any position is a valid one to resume from: an
+output depends on its token's own inputs and position alone, so a resumed read repeats the
+operations of a fresh one. Checkpoints are kept on a grid of positions all the same, because each
+one is large (118 MB of a full-size model): the grid bounds their number, and prompts that share a
+beginning meet in its positions wherever they part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.forward.state import Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRules:
+    """What a session keeps. No result depends on it.
+
+    Attributes:
+        prompt_cache: most checkpoints, the root among them; 0: none.
+        prompt_cache_bytes: most host memory of theirs; 0: no bound.
+        prompt_cache_every: distance of the grid's positions in tokens; 0: no grid.
+        prompt_cache_root: the position whose checkpoint stays while it is valid, in prompts that
+            reach it; in others the first one behind it. 0: no root.
+        conversation_cache_mib: host memory for conversations that made room for others, in MiB.
+        least_parked_tokens: fewer tokens are read again rather than parked.
+    """
+
+    prompt_cache: int = 6
+    prompt_cache_bytes: int = 0
+    prompt_cache_every: int = 16_384
+    prompt_cache_root: int = 2048
+    conversation_cache_mib: int = 0
+    least_parked_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """A position that reading can resume from.
+
+    Attributes:
+        snapshot: the running state there.
+        logits: [V] of the last token, at the end of a prompt; None elsewhere.
+    """
+
+    snapshot: Snapshot
+    logits: NDArray[np.float32] | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens before it."""
+        return self.snapshot.ids
+
+    @property
+    def position(self) -> int:
+        """How many they are."""
+        return self.snapshot.position
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held."""
+        return self.snapshot.nbytes + (0 if self.logits is None else self.logits.nbytes)
+
+    def serves(self, ids: Sequence[int], *, needs_logits: bool) -> bool:
+        """Whether a prompt can be read from here on: a token is left, or no logits are missing."""
+        is_enough = self.position < len(ids) or not needs_logits or self.logits is not None
+        return is_enough and is_prefix(self.ids, ids)
+
+
+@dataclass(slots=True)
+class PromptCache:
+    """The checkpoints of one live sequence, least recently used first.
+
+    Attributes:
+        rules: how many, how large.
+        root: the pinned one among them, or None.
+    """
+
+    rules: CacheRules
+    root: Checkpoint | None = None
+    _checkpoints: list[Checkpoint] = field(default_factory=list)
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """All of them, least recently used first."""
+        return tuple(self._checkpoints)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held."""
+        return sum(checkpoint.nbytes for checkpoint in self._checkpoints)
+
+    def cuts(self, start: int, stop: int) -> list[int]:
+        """Positions in start < position < stop at which a read should leave a checkpoint."""
+        rules = self.rules
+        if not rules.prompt_cache:
+            return []
+        cuts: set[int] = set()
+        if rules.prompt_cache_every:
+            first = start // rules.prompt_cache_every + 1
+            cuts.update(range(first * rules.prompt_cache_every, stop, rules.prompt_cache_every))
+        if self.root is None and start < rules.prompt_cache_root < stop:
+            cuts.add(rules.prompt_cache_root)
+        return sorted(cuts)
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        """Keep one in place of the least recently used, the root excepted.
+
+        One that does not fit beside the root is not kept. The first one at or behind the root's
+        position becomes the root.
+        """
+        same = next((kept for kept in self._checkpoints if kept.ids == checkpoint.ids), None)
+        if same is not None and checkpoint.logits is None:
+            self.touch(same)
+            return
+        if same is not None:
+            self._forget([same])
+        if self.root is None and 0 < self.rules.prompt_cache_root <= checkpoint.position:
+            self.root = checkpoint
+        self._checkpoints.append(checkpoint)
+        while not self._fits():
+            candidates = [kept for kept in self._checkpoints if kept is not self.root]
+            self._forget(candidates[:1] or self._checkpoints[:1])
+
+    def find(self, ids: Sequence[int], *, needs_logits: bool) -> Checkpoint | None:
+        """The longest prefix of a prompt. Changes no order: see touch()."""
+        serving = (
+            checkpoint
+            for checkpoint in self._checkpoints
+            if checkpoint.serves(ids, needs_logits=needs_logits)
+        )
+        return max(serving, key=lambda checkpoint: checkpoint.position, default=None)
+
+    def touch(self, checkpoint: Checkpoint) -> None:
+        """Count one of them as used now."""
+        self._checkpoints.remove(checkpoint)
+        self._checkpoints.append(checkpoint)
+
+    def keep_prefixes(self, live: Sequence[int]) -> None:
+        """Forget every checkpoint whose tokens are no prefix of the live ones."""
+        self._forget(kept for kept in self._checkpoints if not is_prefix(kept.ids, live))
+
+    def _fits(self) -> bool:
+        rules = self.rules
+        if len(self._checkpoints) > rules.prompt_cache:
+            return False
+        return not rules.prompt_cache_bytes or self.nbytes <= rules.prompt_cache_bytes
+
+    def _forget(self, checkpoints: Iterable[Checkpoint]) -> None:
+        gone = list(checkpoints)
+        self._checkpoints = [kept for kept in self._checkpoints if kept not in gone]
+        if self.root in gone:
+            self.root = None
+
+
+def is_prefix(prefix: Sequence[int], ids: Sequence[int]) -> bool:
+    """Whether the ids begin with the prefix."""
+    return len(prefix) <= len(ids) and all(map(int.__eq__, prefix, ids))
+
+
+def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,0 +1,200 @@
+"""Prompts one after another: each resumes from the longest prefix that was already read.
+
+What is reused changes no bit: see prompt_cache. One sequence lives on the device; its checkpoints,
+and conversations that made room for others, are kept in host memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.conversations import Conversation, ConversationCache, Parked
+from strata_cli.engine.engine import Engine
+from strata_cli.engine.forward.loading import Progress
+from strata_cli.engine.prefill.chunks import Wanted
+from strata_cli.engine.prompt_cache import (
+    CacheRules,
+    Checkpoint,
+    PromptCache,
+    common_tokens,
+    is_prefix,
+)
+
+DEFAULT_RULES = CacheRules()
+
+
+class PromptRead(NamedTuple):
+    """The logits [V] after a prompt, and how many of its tokens were not read again."""
+
+    logits: NDArray[np.float32]
+    reused_tokens: int
+
+
+class Session:
+    """One live sequence of an engine, and what is kept for prompts to come.
+
+    Owned by the engine's thread. After an interrupted call it goes on from what is still whole.
+
+    Args:
+        engine: reads.
+        rules: what is kept.
+
+    Attributes:
+        engine: see above.
+        sequence: the live one; answers may be generated on it, but nothing may be restored.
+        cache: the checkpoints of the live sequence.
+        conversations: those that made room.
+
+    Raises:
+        OutOfMemory: the sequence does not fit.
+    """
+
+    def __init__(self, engine: Engine, rules: CacheRules = DEFAULT_RULES) -> None:
+        self.engine = engine
+        self.sequence = engine.sequence()
+        self.cache = PromptCache(rules)
+        self.conversations = ConversationCache(rules.conversation_cache_mib << 20)
+        self._rules = rules
+
+    def read(
+        self, ids: list[int], *, reuse: bool = True, progress: Progress | None = None
+    ) -> PromptRead:
+        """Read a prompt; the live sequence holds it, and nothing else, afterwards.
+
+        Args:
+            ids: the whole prompt, at least one token.
+            reuse: False reads all of it anew; it may still be reused later.
+            progress: called with (tokens read, tokens to read) after each chunk.
+
+        Raises:
+            InputError: see Engine.check; nothing has changed then.
+        """
+        self.engine.check(ids)
+        kept = self._go_to(ids, needs_logits=True, reuse=reuse)
+        start = self.sequence.position
+        if start == len(ids):
+            assert kept is not None
+            assert kept.logits is not None
+            return PromptRead(kept.logits.copy(), start)
+        return PromptRead(self._read_on(ids, "last", progress), start)
+
+    def score_suffixes(
+        self, prefix_ids: list[int], suffixes: list[list[int]], *, reuse: bool = True
+    ) -> list[NDArray[np.float32]]:
+        """The logits [V] after the prefix and each suffix; the prefix is read once at most.
+
+        The live sequence holds the prefix, and nothing else, afterwards.
+
+        Args:
+            prefix_ids: may be empty.
+            suffixes: each at least one token.
+            reuse: False reads the prefix anew.
+
+        Raises:
+            InputError: prefix or suffixes cannot be read, or do not fit the context together.
+        """
+        if prefix_ids:
+            self.engine.check(prefix_ids)
+        self._go_to(prefix_ids, needs_logits=False, reuse=reuse)
+        if self.sequence.position < len(prefix_ids):
+            self._read_on(prefix_ids, "none", None)
+        return self.sequence.score(suffixes)
+
+    def close(self) -> None:
+        """Gives the sequence's memory back. Safe to call twice."""
+        self.sequence.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _go_to(self, ids: list[int], *, needs_logits: bool, reuse: bool) -> Checkpoint | None:
+        """Rewind the live sequence to the longest known prefix of the ids.
+
+        Returns:
+            The checkpoint that it went to; None: it began anew, or was there.
+        """
+        self.cache.keep_prefixes(self.sequence.cached_ids)
+        kept, parked = None, None
+        if reuse:
+            kept = self.cache.find(ids, needs_logits=needs_logits)
+            parked = self.conversations.find(ids, needs_logits=needs_logits)
+        live_at = self._live_position(ids, needs_logits=needs_logits) if reuse else 0
+        kept_at = kept.position if kept is not None else 0
+        if parked is not None and parked.checkpoint.position > max(live_at, kept_at):
+            self.conversations.take(parked.conversation)  # before others push it out
+            self._park_live(ids)
+            self._unpark(parked)
+            return parked.checkpoint
+        self._park_live(ids)
+        if kept is not None and kept_at >= live_at:
+            self._rewind(kept)
+            return kept
+        if not live_at:
+            self.sequence.reset()
+        return None
+
+    def _live_position(self, ids: list[int], *, needs_logits: bool) -> int:
+        """Where the live sequence is, if that is a position to go on from, else 0."""
+        sequence = self.sequence
+        is_far = needs_logits and sequence.position == len(ids)
+        if is_far or not sequence.is_consistent or not is_prefix(sequence.ids, ids):
+            return 0
+        return sequence.position
+
+    def _rewind(self, kept: Checkpoint) -> None:
+        self.cache.touch(kept)
+        if not self.sequence.is_consistent or self.sequence.ids != kept.ids:
+            self.sequence.restore(kept.snapshot)
+
+    def _unpark(self, parked: Parked) -> None:
+        conversation, checkpoint = parked
+        self.sequence.restore_parked(conversation.rows, checkpoint.snapshot)
+        self.cache.keep_prefixes(conversation.rows.ids)
+        for other in conversation.checkpoints:
+            self.cache.add(other)
+        self.cache.add(checkpoint)  # the one in use last
+
+    def _park_live(self, ids: list[int]) -> None:
+        """Keep the live conversation, if a prompt takes enough of it away."""
+        sequence, live = self.sequence, self.sequence.cached_ids
+        lost = len(live) - common_tokens(live, ids)
+        if not self.conversations.budget_bytes or lost < self._rules.least_parked_tokens:
+            return
+        checkpoints = self.cache.checkpoints
+        is_known = any(checkpoint.ids == sequence.ids for checkpoint in checkpoints)
+        if sequence.is_consistent and sequence.position and not is_known:
+            checkpoints = (*checkpoints, Checkpoint(sequence.snapshot()))
+        if checkpoints:
+            self.conversations.park(Conversation(sequence.park(), checkpoints))
+
+    def _read_on(
+        self, ids: list[int], wanted: Wanted, progress: Progress | None
+    ) -> NDArray[np.float32]:
+        """Read the rest of the ids, leaving checkpoints on the grid and at the end."""
+        sequence, cache, start = self.sequence, self.cache, self.sequence.position
+        cache.keep_prefixes(ids)
+        logits = np.empty(0, dtype=np.float32)
+        for stop in [*cache.cuts(start, len(ids)), len(ids)]:
+            position, is_end = sequence.position, stop == len(ids)
+            logits = sequence.prefill(
+                ids[position:stop],
+                logits=wanted if is_end else "none",
+                progress=_shifted(progress, position - start, len(ids) - start),
+            )
+            if self._rules.prompt_cache:
+                end = logits.copy() if logits.size else None
+                cache.add(Checkpoint(sequence.snapshot(), end))
+        return logits
+
+
+def _shifted(progress: Progress | None, done: int, total: int) -> Progress | None:
+    """Progress of a part, told as progress of the whole."""
+    if progress is None:
+        return None
+    return lambda part_done, _part_total: progress(done + part_done, total)

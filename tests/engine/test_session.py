@@ -1,0 +1,216 @@
+"""Sessions: whatever is reused, every prompt's numbers are those of a fresh read."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strata_cli.engine import reading
+from strata_cli.engine.engine import Engine
+from strata_cli.engine.forward.state import SequenceState, Snapshot
+from strata_cli.engine.prompt_cache import CacheRules
+from strata_cli.engine.reading import ReadRequest
+from strata_cli.engine.session import Session
+from strata_cli.errors import InputError
+from tests.engine.passes import interrupt
+from tests.engine.readings import CONTEXT, TEXT, Truth, bits
+from tests.engine.strategies import VOCAB
+
+SMALL = CacheRules(prompt_cache=4, prompt_cache_every=16, prompt_cache_root=10)
+PARKING = CacheRules(
+    prompt_cache=6,
+    prompt_cache_every=16,
+    prompt_cache_root=0,
+    conversation_cache_mib=64,
+    least_parked_tokens=5,
+)
+OTHER = TEXT[::-1]
+
+
+def check(session: Session, truth: Truth, ids: list[int], *, reuse: bool = True) -> int:
+    """Read a prompt and compare all that follows from it; the tokens that were reused."""
+    logits, reused = session.read(ids, reuse=reuse)
+    assert np.array_equal(bits(logits), bits(truth(ids).logits))
+    assert session.sequence.state_hash() == truth(ids).state
+    return reused
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[int]:
+    """Beginnings of one text, some of which turn into another."""
+    turn, length = draw(st.sampled_from([3, 10, 16, 33, 50])), draw(st.integers(1, 60))
+    return (TEXT[:turn] + OTHER)[:length] if draw(st.booleans()) else TEXT[:length]
+
+
+@settings(max_examples=10)
+@given(
+    rules=st.sampled_from([SMALL, PARKING, CacheRules(prompt_cache=0)]),
+    calls=st.lists(
+        st.tuples(prompts(), st.sampled_from(["read", "anew", "score", "go on"])), max_size=8
+    ),
+)
+def test_whatever_was_read_before_no_bit_differs(
+    engine: Engine, truth: Truth, rules: CacheRules, calls: list[tuple[list[int], str]]
+) -> None:
+    with Session(engine, rules) as session:
+        for ids, how in calls:
+            if how == "score":
+                suffixes = [OTHER[:3], TEXT[:1], OTHER[5:12]]
+                for suffix, row in zip(
+                    suffixes, session.score_suffixes(ids, suffixes), strict=True
+                ):
+                    assert np.array_equal(bits(row), bits(truth(ids + suffix).logits))
+                continue
+            reused = check(session, truth, ids, reuse=how != "anew")
+            assert reused == 0 or how != "anew"
+            if how == "go on":
+                logits = session.sequence.step(7)
+                assert np.array_equal(bits(logits), bits(truth([*ids, 7]).logits))
+            assert len(session.cache.checkpoints) <= rules.prompt_cache
+
+
+@pytest.mark.parametrize("rules", [SMALL, PARKING])
+def test_the_order_of_prompts_changes_no_bit(
+    engine: Engine, truth: Truth, rules: CacheRules
+) -> None:
+    three = [TEXT[:40], TEXT[:25] + OTHER[:20], OTHER[:50]]
+    for order in permutations(three):
+        with Session(engine, rules) as session:
+            for ids in [*order, *order]:
+                check(session, truth, ids)
+
+
+def test_a_prompt_resumes_from_the_longest_prefix(engine: Engine, truth: Truth) -> None:
+    with Session(engine, SMALL) as session:
+        assert check(session, truth, TEXT[:40]) == 0
+        positions = [checkpoint.position for checkpoint in session.cache.checkpoints]
+        assert positions == [10, 16, 32, 40]
+        assert check(session, truth, TEXT[:40]) == 40  # the end has its logits
+        assert check(session, truth, TEXT[:60]) == 40
+        session.sequence.step(TEXT[60])
+        assert check(session, truth, TEXT[:70]) == 61  # goes on where the answer ended
+        assert check(session, truth, TEXT[:40] + OTHER[:8]) == 10  # 16 and 32 made room
+        assert check(session, truth, TEXT[:12] + OTHER[:8]) == 10
+        assert check(session, truth, OTHER[:8]) == 0
+
+
+def test_without_reuse_everything_is_read_but_kept_for_later(engine: Engine, truth: Truth) -> None:
+    with Session(engine, SMALL) as session:
+        for _ in range(2):
+            assert check(session, truth, TEXT[:40], reuse=False) == 0
+        assert check(session, truth, TEXT[:41]) == 40
+
+
+def test_a_wrong_position_is_seen(
+    engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison of these tests catches a resumed read that is one token off."""
+    restore = SequenceState.restore
+
+    def off_by_one(state: SequenceState, snapshot: Snapshot) -> None:
+        restore(state, snapshot)
+        state.ids.pop()
+
+    with Session(engine, SMALL) as session:
+        check(session, truth, TEXT[:40])
+        monkeypatch.setattr(SequenceState, "restore", off_by_one)
+        logits, _ = session.read(TEXT[:35])
+        assert not np.array_equal(bits(logits), bits(truth(TEXT[:35]).logits))
+
+
+def test_parked_conversations_come_back(engine: Engine, truth: Truth) -> None:
+    chats = [TEXT[:60], OTHER[:70], TEXT[100:150]]
+    with Session(engine, PARKING) as session:
+        for ids in chats:
+            assert check(session, truth, ids) == 0
+        assert len(session.conversations.conversations) == 2
+        for ids in chats:
+            assert check(session, truth, [*ids, 9]) == len(ids)
+            session.sequence.step(11)
+        for ids in chats:
+            assert check(session, truth, [*ids, 9, 11, 12]) == len(ids) + 2
+            assert check(session, truth, [*ids[:48], 4]) == 48  # its grid came back too
+
+
+def test_conversations_stay_within_their_budget(engine: Engine, truth: Truth) -> None:
+    with Session(engine, PARKING) as session:
+        check(session, truth, TEXT[:60])
+        check(session, truth, OTHER[:60])
+        one = session.conversations.nbytes
+        assert one > 0
+        session.conversations.budget_bytes = one + 1
+        check(session, truth, TEXT[100:160])
+        assert [parked.rows.ids for parked in session.conversations.conversations] == [
+            tuple(OTHER[:60])
+        ]
+        session.conversations.budget_bytes = one - 1
+        check(session, truth, TEXT[30:90])  # what is too large pushes nothing out
+        assert len(session.conversations.conversations) == 1
+        assert check(session, truth, TEXT[:60]) == 0
+
+
+def test_few_tokens_are_not_parked(engine: Engine, truth: Truth) -> None:
+    """Tails of one document are read again sooner than the document is copied."""
+    with Session(engine, PARKING) as session:
+        for token in range(3):
+            check(session, truth, [*TEXT[:48], token, 1, 2])
+        assert session.conversations.conversations == ()
+
+
+def test_an_interrupted_read_leaves_what_was_whole(
+    engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session(engine, SMALL) as session:
+        check(session, truth, TEXT[:40])
+        with interrupt(monkeypatch, engine, "launch", 30):
+            session.read(TEXT[:60])
+        assert not session.sequence.is_consistent
+        assert check(session, truth, TEXT[:60]) == 40
+        with interrupt(monkeypatch, engine, "launch", 30):
+            session.score_suffixes(TEXT[:60], [TEXT[:3]])
+        assert check(session, truth, TEXT[:61]) == 60
+
+
+def test_a_prompt_that_cannot_be_read_changes_nothing(engine: Engine, truth: Truth) -> None:
+    with Session(engine, SMALL) as session:
+        check(session, truth, TEXT[:40])
+        for wrong in ([], [VOCAB], [1] * (CONTEXT + 1)):
+            with pytest.raises(InputError):
+                session.read(wrong)
+        assert check(session, truth, TEXT[:41]) == 40
+
+
+def test_suffixes_may_follow_nothing(engine: Engine, truth: Truth) -> None:
+    with Session(engine) as session:
+        check(session, truth, TEXT[:20])
+        rows = session.score_suffixes([], [TEXT[:5], TEXT[:1]])
+        assert np.array_equal(bits(rows[0]), bits(truth(TEXT[:5]).logits))
+        assert np.array_equal(bits(rows[1]), bits(truth(TEXT[:1]).logits))
+
+
+def test_progress_counts_what_is_read(engine: Engine) -> None:
+    calls: list[tuple[int, int]] = []
+    with Session(engine, SMALL) as session:
+        session.read(TEXT[:12])
+        session.read(TEXT[:40], progress=lambda *call: calls.append(call))
+    assert calls == [(4, 28), (20, 28), (28, 28)]
+
+
+def test_a_session_answers_requests_as_a_sequence_does(engine: Engine) -> None:
+    request = ReadRequest(ids=TEXT[:30], top=5, max_tokens=4, state_hash=True)
+    with engine.sequence() as sequence:
+        fresh = reading.read(engine, sequence, request)
+    with Session(engine, SMALL) as session:
+        first, second = (reading.read_in(session, request) for _ in range(2))
+        every = reading.read_in(session, ReadRequest(ids=TEXT[:30], all_logits=True))
+    assert (first.reused_tokens, second.reused_tokens) == (0, 30)
+    for result in (first, second):
+        assert result.top == fresh.top
+        assert result.generated_ids == fresh.generated_ids
+        assert result.state_hash == fresh.state_hash
+    assert every.all_logits is not None
+    assert np.array_equal(bits(every.all_logits[-1]), bits(fresh.logits))
