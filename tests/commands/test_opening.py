@@ -1,59 +1,84 @@
-"""Settings that every command that runs a model obeys: the trace and the residual dump."""
+"""From settings to an engine's options."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
-import orjson
 import pytest
 
-from strata_cli.commands.main import run, strata
-from strata_cli.engine.trace import read_trace
-from strata_cli.models import DEMO_MODEL_PATH
-
-READ = ["read", "--tokens", "5,6,7", "--device", "host"]
-
-
-def test_a_read_writes_its_trace_to_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(strata, READ) == 0
-    plain = capsys.readouterr().out
-    monkeypatch.setenv("STRATA_TRACE", str(tmp_path / "t"))
-    assert run(strata, READ) == 0
-    assert capsys.readouterr().out == plain
-    names = {event["ev"] for event in read_trace(tmp_path / "t")}
-    assert {"run.begin", "prompt.begin", "chunk.begin", "layer.run", "prompt.end"} <= names
+from strata_cli.commands import opening
+from strata_cli.config import StrataConfig
+from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.prefill.prompt_stream import StreamRules
 
 
-def test_a_read_writes_its_trace_to_stderr(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("STRATA_TRACE", "1")
-    assert run(strata, READ) == 0
-    first = orjson.loads(capsys.readouterr().err.splitlines()[0])
-    assert (first["v"], first["ev"]) == (1, "run.begin")
+class Opened(Exception):  # noqa: N818  not an error
+    """What would have been opened."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__()
+        self.options = options
 
 
-def test_a_read_writes_its_residuals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STRATA_PREFILL_DUMP_R", str(tmp_path / "r"))
-    assert run(strata, READ) == 0
-    assert (tmp_path / "r").read_bytes()[:8] == bytes(8)
+def options_of(monkeypatch: pytest.MonkeyPatch, **environ: str) -> EngineOptions:
+    def note(options: EngineOptions, *_: Any, **__: Any) -> None:
+        raise Opened(options)
+
+    monkeypatch.setattr(Engine, "open", note)
+    config = StrataConfig.load({}, {f"STRATA_{name.upper()}": environ[name] for name in environ})
+    with pytest.raises(Opened) as opened, opening.open_engine(config, will_chat=False):
+        pass
+    return opened.value.options
 
 
-@pytest.mark.parametrize("variable", ["STRATA_TRACE", "STRATA_PREFILL_DUMP_R"])
-def test_the_model_is_not_written_over(
-    variable: str,
-    tmp_path: Path,
+def test_without_settings_everything_is_as_the_engine_has_it(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model = tmp_path / "m.gguf"
-    model.write_bytes(DEMO_MODEL_PATH.read_bytes())
-    monkeypatch.setenv(variable, str(model))
-    assert run(strata, [*READ, "--model", str(model)]) == 2
-    assert f"{variable}: {model} is the model" in capsys.readouterr().err
-    assert model.stat().st_size == DEMO_MODEL_PATH.stat().st_size
-    monkeypatch.setenv(variable, str(tmp_path / "missing" / "x"))
-    assert run(strata, READ) == 2
-    assert f"{variable}: cannot write" in capsys.readouterr().err
+    options = options_of(monkeypatch)
+    assert options.streaming == StreamRules()
+    assert (options.expert_cache, options.expert_profile) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "path", "value"),
+    [
+        ("prefill_stream_min", "77", "ring.stream_min", 77),
+        ("prefill_ring", "40", "ring.slots", 40),
+        ("ring_bytes", "0", "ring.budget_bytes", 0),
+        ("prefill_issuer", "0", "stream.has_thread", False),
+        ("prefill_routed_stream", "0", "stream.skips_unrouted", False),
+        ("prefill_routed_stream", "auto", "stream.skips_unrouted", True),
+        ("prefill_routed_stream_depth", "auto", "stream.depth", 0),
+        ("prefill_routed_stream_depth", "3", "stream.depth", 3),
+        ("prefill_order", "likely", "is_likely", True),
+        ("prefill_keep", "12", "kept_slots", 12),
+        ("watchdog_s", "1.5", "stream.watchdog_s", 1.5),
+    ],
+)
+def test_each_setting_of_streams_reaches_them_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, path: str, value: Any
+) -> None:
+    actual = _flat(options_of(monkeypatch, **{name: text}).streaming)
+    assert actual.pop(path) == value
+    expected = _flat(StreamRules())
+    del expected[path]
+    assert actual == expected
+
+
+def test_cache_and_profile_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_of(monkeypatch, expert_cache="0", expert_profile="use.npz")
+    assert options.expert_cache == 0
+    assert options.expert_profile == Path("use.npz")
+
+
+def _flat(rules: Any, prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for spec in dataclasses.fields(rules):
+        value = getattr(rules, spec.name)
+        if dataclasses.is_dataclass(value):
+            values |= _flat(value, f"{spec.name}.")
+        else:
+            values[prefix + spec.name] = value
+    return values
