@@ -16,7 +16,8 @@ from strata_cli.errors import ShapeError
 
 PART_POSITIONS = 64  # added up before they join those before
 UNIT_PARTS = 16
-FEW_TOKENS = 16  # at most so many go by parts
+FEW_TOKENS = 16  # at most so many go by parts, whatever the context
+FEW_PARTS = 1024  # or tokens that have at most so many parts together
 ENOUGH_BLOCKS = 132  # fill a large GPU
 TILE_ROWS = 16  # (token, query head) pairs that a warp takes
 MOST_TOKENS = 32  # of a tile
@@ -149,8 +150,11 @@ class AttendPlan:
 
     @property
     def is_by_parts(self) -> bool:
-        """Whether tokens are few, and the scratch holds the sums of one."""
-        return self.num_tokens <= FEW_TOKENS and self._tokens_by_parts > 0
+        """Whether tokens are few, and the scratch holds the sums of one; or their parts are few."""
+        if self.num_tokens <= FEW_TOKENS:
+            return self._tokens_by_parts > 0
+        is_short = self.num_tokens * self._most_parts <= FEW_PARTS
+        return is_short and self._tokens_by_parts >= self.num_tokens
 
     @property
     def is_by_units(self) -> bool:
