@@ -38,13 +38,11 @@ GATE_BYTES = 16  # of a slot
 LIGHT_TILE_BYTES = 24 << 10
 FLOAT_TILE_BYTES = 44 << 10
 PAIR_TILE_BYTES = 60 << 10  # heavier ones leave a multiprocessor room for one block
-WIDE_BLOCK_BYTES = 112 << 10  # two of these, or three of the narrow ones, fit a multiprocessor
-NARROW_BLOCK_BYTES = 75 << 10
+WIDE_BLOCK_BYTES = 112 << 10  # two of these fit a multiprocessor
 ALONE_BLOCK_BYTES = 180 << 10  # where most multiprocessors are free for the next launch
 RESERVED_BYTES = 1 << 10
 MOST_WARPS = 20  # that multiply in a block
-USUAL_WARPS = 15  # with these, registers of two blocks fit a multiprocessor
-PAIR_WARPS = 12
+USUAL_WARPS = 12  # measured
 
 
 class Way(NamedTuple):
@@ -96,11 +94,15 @@ def _main(matrices: tuple[Matrix, ...]) -> Matrix:
     return max(matrices, key=lambda m: m.rows * m.bytes_of(m.cols))
 
 
+def _is_float(matrices: tuple[Matrix, ...]) -> bool:
+    return BLOCK[_main(matrices).qtype].weights == 1
+
+
 def _tile_rows(matrices: tuple[Matrix, ...], rows: int) -> dict[_Kind, int]:
     """Rows of a tile by kind: as many as weigh no more than a tile of the main kind, or little."""
     main = _main(matrices)
     most = max(rows * main.bytes_of(main.cols), LIGHT_TILE_BYTES)
-    if BLOCK[main.qtype].weights == 1:
+    if _is_float(matrices):
         most = max(FLOAT_TILE_BYTES, main.bytes_of(main.cols))
     return {
         _kind(m): next(
@@ -265,15 +267,15 @@ def _choose(
     rows = way.rows or few_rows(matrices, segments)
     tiles, tile_rows = _num_tiles(matrices, rows), _tile_rows(matrices, rows)
     heaviest = max(tile_rows[_kind(m)] * m.bytes_of(m.cols) for m in matrices)
-    # Experts are not known before the launches ahead are done: more copies at once then.
-    is_pair = experts > 0 and tiles * segments > MULTIPROCESSORS and heaviest <= PAIR_TILE_BYTES
+    # Experts are not known before the launches ahead are done: more copies at once then. And of
+    # heavy tiles, one block alone would not have enough on their way.
+    is_heavy = LIGHT_TILE_BYTES < heaviest <= PAIR_TILE_BYTES
+    is_pair = tiles * segments > MULTIPROCESSORS and heaviest <= PAIR_TILE_BYTES
+    is_pair = is_pair and (experts > 0 or is_heavy) and not _is_float(matrices)
     resident = way.resident or (2 if is_pair else 1)
     is_small = tiles * segments <= MULTIPROCESSORS // 2
-    usual_warps = MOST_WARPS if is_small else PAIR_WARPS if resident > 1 else USUAL_WARPS
-    warps = way.warps or usual_warps
-    usual = (
-        NARROW_BLOCK_BYTES if resident > 1 else ALONE_BLOCK_BYTES if is_small else WIDE_BLOCK_BYTES
-    )
+    warps = way.warps or (MOST_WARPS if is_small else USUAL_WARPS)
+    usual = ALONE_BLOCK_BYTES if is_small else WIDE_BLOCK_BYTES
     budget = way.shared_bytes or usual
     num_blocks = min(tiles, max(1, MULTIPROCESSORS * resident // segments))
     for most in dict.fromkeys((min(budget, limit), min(WIDE_BLOCK_BYTES, limit), limit)):
