@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 
 from strata_cli.commands.logits_file import check_logits_file
 from strata_cli.commands.progress import progress_bar
+from strata_cli.commands.prompt import PromptSource
 from strata_cli.config import StrataConfig
 from strata_cli.engine.decode.sampling import Sampler
 from strata_cli.engine.engine import Engine, EngineOptions
@@ -31,6 +33,7 @@ ENGINE_SETTINGS = (
     "expert_cache",
     "expert_profile",
 )
+STDIN_FILE = "/dev/stdin"
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
@@ -41,9 +44,28 @@ def model_files(config: StrataConfig) -> dict[str, str]:
     return {"model": os.fspath(model), **shards}
 
 
+def input_files(
+    config: StrataConfig, source: PromptSource, config_file: Path | None
+) -> dict[str, str]:
+    """Every file that a run reads, by what it is: no output may go there."""
+    files = {
+        "config file": config_file,
+        "expert profile": config.expert_profile,
+        "prompt's file": source.file,
+        "tokens' file": source.tokens_file,
+        "prompt on stdin": STDIN_FILE if source.is_from_stdin() else None,
+    }
+    named = {what: os.fspath(path) for what, path in files.items() if path is not None}
+    return model_files(config) | named
+
+
 @contextmanager
 def open_engine(
-    config: StrataConfig, *, will_chat: bool, sinks: tuple[Sink, ...] = ()
+    config: StrataConfig,
+    *,
+    will_chat: bool,
+    inputs: Mapping[str, str],
+    sinks: tuple[Sink, ...] = (),
 ) -> Iterator[Engine]:
     """The model that the settings name, loaded; closed with its trace when the block ends.
 
@@ -52,12 +74,13 @@ def open_engine(
     Args:
         config: the settings.
         will_chat: the prompt goes through the chat template.
+        inputs: see input_files().
         sinks: get every event of the trace, besides where the settings send it.
 
     Raises:
         StrataError: see Engine.open; or the trace or the residual dump cannot be written.
     """
-    _check_outputs(config)
+    _check_outputs(config, {**model_files(config), **inputs})
     with (
         open_trace(config.trace, *sinks) as trace,
         _open(config, trace, will_chat=will_chat) as engine,
@@ -117,9 +140,8 @@ def _streaming(config: StrataConfig) -> StreamRules:
     )
 
 
-def _check_outputs(config: StrataConfig) -> None:
-    """Refuse to write over the model, or where nothing can be written."""
-    inputs = model_files(config)
+def _check_outputs(config: StrataConfig, inputs: Mapping[str, str]) -> None:
+    """Refuse to write over what the run reads, or where nothing can be written."""
     if config.trace not in ("", STDERR):
         check_logits_file("STRATA_TRACE", config.trace, inputs)
     if config.prefill_dump_r is not None:

@@ -15,7 +15,7 @@ from strata_cli.commands.logits_file import LogitsFile, check_distinct, check_lo
 from strata_cli.commands.opening import (
     ENGINE_SETTINGS,
     SAMPLING_SETTINGS,
-    model_files,
+    input_files,
     open_engine,
     sampler_of,
 )
@@ -24,6 +24,13 @@ from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import PromptSource, argument_text, parse_ids
 from strata_cli.commands.report import as_json, as_table
 from strata_cli.commands.streams import require_stdout
+from strata_cli.commands.suffixes import (
+    SuffixOutput,
+    check_suffixes,
+    read_suffix_file,
+    report_suffixes,
+    suffix_input,
+)
 from strata_cli.engine import reading
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.model.tokenizer import StreamDecoder
@@ -32,7 +39,6 @@ from strata_cli.parsers import file_path, new_file_path, whole_number
 
 DEFAULT_TOP = 5
 
-STDIN_FILE = "/dev/stdin"
 
 FILE = written(file_path)
 NEW_FILE = written(new_file_path)
@@ -77,6 +83,12 @@ def _text(_context: click.Context, param: click.Parameter, value: Any) -> Any:
 @click.option(
     "--max-tokens", callback=COUNT, default="0", metavar="N", help="Generate up to N tokens."
 )
+@click.option(
+    "--suffixes",
+    callback=FILE,
+    metavar="FILE",
+    help='Read each line, {"text": ...} or {"tokens": [...]}, behind PROMPT; - is stdin.',
+)
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--logits-out", callback=NEW_FILE, metavar="FILE.npy", help="Save the last logits, [V]."
@@ -84,7 +96,9 @@ def _text(_context: click.Context, param: click.Parameter, value: Any) -> Any:
 @click.option(
     "--all-logits-out", callback=NEW_FILE, metavar="FILE.npy", help="Save all logits, [T, V]."
 )
-@config_options(*ENGINE_SETTINGS, "deterministic", *SAMPLING_SETTINGS, "state_hash", "progress")
+@config_options(
+    *ENGINE_SETTINGS, "deterministic", "reuse", *SAMPLING_SETTINGS, "state_hash", "progress"
+)
 def read(
     prompt: str | None,
     file: Path | None,
@@ -97,6 +111,7 @@ def read(
     allowed: tuple[str, ...],
     allowed_token_ids: str | None,
     max_tokens: int,
+    suffixes: Path | None,
     is_json: bool,
     logits_out: str | None,
     all_logits_out: str | None,
@@ -106,6 +121,8 @@ def read(
 
     Without --max-tokens the likeliest next tokens are printed; with it, text is generated and
     printed as it comes. PROMPT may also come from --file, --tokens, --tokens-file or stdin.
+
+    With --suffixes, PROMPT is read once, and each line of the file as if it alone came behind it.
 
     Log-probabilities are natural logarithms over the whole vocabulary, before sampling rules.
 
@@ -124,18 +141,26 @@ def read(
         system=system,
     )
     source.check()
+    if suffixes is not None:
+        others = {"--max-tokens": max_tokens, "--all-logits-out": all_logits_out}
+        check_suffixes(suffixes, source, config, others)
     require_stdout()
-    inputs = model_files(config) | _input_files(source, config_file_of(flags))
+    inputs = input_files(config, source, config_file_of(flags))
+    inputs |= suffix_input(suffixes)
     last_file = _logits_file("--logits-out", logits_out, inputs)
     all_file = _logits_file("--all-logits-out", all_logits_out, inputs)
     check_distinct(last_file, all_file)
     text_or_ids = source.read()
+    suffix_file = None if suffixes is None else read_suffix_file(suffixes)
     ids_allowed = (
         [] if allowed_token_ids is None else parse_ids(allowed_token_ids, "--allowed-token-ids")
     )
     started = time.perf_counter()
     will_chat = not raw and isinstance(text_or_ids, str)
-    with open_engine(config, will_chat=will_chat) as engine, engine.sequence() as sequence:
+    with (
+        open_engine(config, will_chat=will_chat, inputs=inputs) as engine,
+        engine.sequence() as sequence,
+    ):
         load_ms = (time.perf_counter() - started) * 1e3
         request = ReadRequest(
             ids=source.encode(engine, text_or_ids),
@@ -146,7 +171,12 @@ def read(
             all_logits=all_file is not None,
             state_hash=config.state_hash,
             deterministic=config.deterministic,
+            reuse=config.reuse,
         )
+        if suffix_file is not None:
+            output = SuffixOutput(is_json, load_ms, last_file)
+            report_suffixes(engine, sequence, request, suffix_file, output, config.progress)
+            return
         writer = None if is_json else TextWriter(engine)
         with progress_bar("reading", "tok", config.progress) as progress:
             result = reading.read(
@@ -188,16 +218,6 @@ class TextWriter:
                 click.echo(as_table(self._engine, entries))
         if result.state_hash is not None:
             click.echo(result.state_hash.line())
-
-
-def _input_files(source: PromptSource, config_file: Path | None) -> dict[str, str]:
-    files = {
-        "config file": config_file,
-        "prompt's file": source.file,
-        "tokens' file": source.tokens_file,
-        "prompt on stdin": STDIN_FILE if source.is_from_stdin() else None,
-    }
-    return {what: str(path) for what, path in files.items() if path is not None}
 
 
 def _logits_file(flag: str, path: str | None, inputs: Mapping[str, str]) -> LogitsFile | None:

@@ -14,10 +14,11 @@ from strata_cli.commands.logits_file import check_logits_file
 from strata_cli.commands.opening import (
     ENGINE_SETTINGS,
     SAMPLING_SETTINGS,
+    input_files,
     open_engine,
     sampler_of,
 )
-from strata_cli.commands.options import config_options, load_config, written
+from strata_cli.commands.options import config_file_of, config_options, load_config, written
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import STDIN, PromptSource
 from strata_cli.commands.streams import require_stdout
@@ -30,21 +31,24 @@ from strata_cli.engine.measuring.timing import read_before
 from strata_cli.engine.reading import ReadRequest
 from strata_cli.engine.trace import Event, read_trace
 from strata_cli.errors import ConfigError, StrataError, path_text
-from strata_cli.models import DEMO_MODEL_PATH
-from strata_cli.parsers import whole_number
+from strata_cli.parsers import file_path, new_file_path, whole_number
 
-FILE = click.Path(path_type=Path)
+FILE, NEW_FILE = written(file_path), written(new_file_path)
 IDENTITY_TOKENS = 64  # generated, where nothing else is asked for
 
 
 @click.command(short_help="Show what reading a prompt did and when; time one setting.")
 @click.argument("prompt", required=False)
 @click.option(
-    "-f", "--file", type=FILE, metavar="FILE", help="Read the prompt from a text file; - is stdin."
+    "-f",
+    "--file",
+    callback=FILE,
+    metavar="FILE",
+    help="Read the prompt from a text file; - is stdin.",
 )
 @click.option("--tokens", metavar="IDS", help="Prompt as token ids: 1,2,3.")
 @click.option(
-    "--tokens-file", type=FILE, metavar="FILE", help="Prompt as a JSON list of ids; - is stdin."
+    "--tokens-file", callback=FILE, metavar="FILE", help="Prompt as a JSON list of ids; - is stdin."
 )
 @click.option("--raw", is_flag=True, help="Read the text as it is, without a chat template.")
 @click.option("--chat", is_flag=True, help="Read as a user's turn (the default when possible).")
@@ -52,11 +56,16 @@ IDENTITY_TOKENS = 64  # generated, where nothing else is asked for
 @click.option(
     "--from",
     "trace_file",
-    type=FILE,
+    callback=FILE,
     metavar="FILE",
     help="Show a trace that STRATA_TRACE wrote; - is stdin.",
 )
-@click.option("--perfetto", metavar="FILE", help="Save the trace for Perfetto, chrome://tracing.")
+@click.option(
+    "--perfetto",
+    callback=NEW_FILE,
+    metavar="FILE",
+    help="Save the trace for Perfetto, chrome://tracing.",
+)
 @click.option("--layers", "every_layer", is_flag=True, help="Show the layers of every chunk.")
 @click.option(
     "--warm-up", is_flag=True, help="Read the prompt once before, so that kernels are compiled."
@@ -142,11 +151,10 @@ def trace(
     source.check()
     _check_modes(source, trace_file, ab, identity=identity, perfetto=perfetto)
     require_stdout()
+    inputs = input_files(config, source, config_file_of(flags))
     if perfetto is not None:
-        inputs = {"model": config.model or DEMO_MODEL_PATH, "prompt's file": file}
-        inputs |= {"tokens' file": tokens_file, "trace": trace_file}
-        names = {what: os.fspath(name) for what, name in inputs.items() if name is not None}
-        check_logits_file("--perfetto", perfetto, names)
+        shown = {} if trace_file is None else {"trace": os.fspath(trace_file)}
+        check_logits_file("--perfetto", perfetto, inputs | shown)
     if trace_file is not None:
         path = Path("/dev/stdin") if str(trace_file) == STDIN else trace_file
         _show(read_trace(path), perfetto, every_layer=every_layer, is_json=is_json)
@@ -160,10 +168,15 @@ def trace(
         return ReadRequest(ids=ids, max_tokens=wanted, sampler=sampler_of(config))
 
     if ab is None:
-        events = _run(config, request_of, will_chat=will_chat, warms_up=warm_up, reuse=reuse)
+        events: list[Event] = []
+        sinks = (events.append,)
+        with open_engine(config, will_chat=will_chat, inputs=inputs, sinks=sinks) as engine:
+            request = request_of(engine, config)
+            _read(engine, request, config.progress, events, warms_up=warm_up, reuse=reuse)
+        events.sort(key=lambda event: int(event["t_ns"]))
         _show(events, perfetto, every_layer=every_layer, is_json=is_json)
         return 0
-    arms = Arms(flags, ab, request_of, will_chat, reuse)
+    arms = Arms(flags, ab, request_of, will_chat, reuse, inputs)
     return _identity(arms, is_json=is_json) if identity else _time(arms, repeat, is_json=is_json)
 
 
@@ -190,28 +203,26 @@ def _check_modes(
         )
 
 
-def _run(
-    config: StrataConfig,
-    request_of: trace_arms.RequestOf,
+def _read(
+    engine: Engine,
+    request: ReadRequest,
+    progress: bool | None,
+    events: list[Event],
     *,
-    will_chat: bool,
     warms_up: bool,
     reuse: int,
-) -> list[Event]:
-    events: list[Event] = []
-    with open_engine(config, will_chat=will_chat, sinks=(events.append,)) as engine:
-        request = request_of(engine, config)
-        if warms_up:
-            with engine.sequence() as sequence:
-                sequence.prefill(request.ids)
-        with (
-            engine.sequence() as sequence,
-            progress_bar("reading", "tok", config.progress) as progress,
-        ):
-            ids = read_before(sequence, request, reuse).ids
-            events[:] = [event for event in events if event["ev"] == "run.begin"]
-            sequence.prefill(ids, progress=progress)
-    return sorted(events, key=lambda event: int(event["t_ns"]))
+) -> None:
+    """Read the prompt; of what came before, the events of the run's begin alone are kept."""
+    if warms_up:
+        with engine.sequence() as sequence:
+            sequence.prefill(request.ids)
+    with (
+        engine.sequence() as sequence,
+        progress_bar("reading", "tok", progress) as bar,
+    ):
+        ids = read_before(sequence, request, reuse).ids
+        events[:] = [event for event in events if event["ev"] == "run.begin"]
+        sequence.prefill(ids, progress=bar)
 
 
 def _show(events: list[Event], perfetto: str | None, *, every_layer: bool, is_json: bool) -> None:

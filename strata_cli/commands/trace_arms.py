@@ -56,6 +56,7 @@ class Arms:
         request_of: what is read, given the engine and the settings of the arm.
         will_chat: the prompt goes through the chat template.
         reuse: tokens of the prompt that are read before, untimed.
+        inputs: see opening.input_files().
     """
 
     flags: Mapping[str, Any]
@@ -63,6 +64,7 @@ class Arms:
     request_of: RequestOf
     will_chat: bool
     reuse: int
+    inputs: Mapping[str, str]
 
     def config(self, value: str) -> StrataConfig:
         """The settings of an arm.
@@ -136,7 +138,7 @@ def time_arms(arms: Arms, repeat: int) -> list[Comparison]:
         value = arms.switch.on if is_on else arms.switch.off
         logger.info("arm %d of %d: %s=%s", number, len(pairs.ARMS), arms.switch.name, value)
         config = arms.config(value)
-        with open_engine(config, will_chat=arms.will_chat) as engine:
+        with open_engine(config, will_chat=arms.will_chat, inputs=arms.inputs) as engine:
             request = arms.request_of(engine, config)
             times.append(time_reads(engine, request, repeat, arms.reuse))
     return compare_arms(times)
@@ -174,7 +176,8 @@ def identity_arms(arms: Arms) -> list[IdentityArm]:
 
 def _fingerprint(arms: Arms, value: str, dump: Path, events: list[Event]) -> Fingerprint:
     config = replace(arms.config(value), prefill_dump_r=dump)
-    with open_engine(config, will_chat=arms.will_chat, sinks=(events.append,)) as engine:
+    sinks = (events.append,)
+    with open_engine(config, will_chat=arms.will_chat, inputs=arms.inputs, sinks=sinks) as engine:
         request = replace(arms.request_of(engine, config), state_hash=True)
         with engine.sequence() as sequence:
             result = read(engine, sequence, read_before(sequence, request, arms.reuse))

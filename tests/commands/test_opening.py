@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from strata_cli.commands import opening
+from strata_cli.commands.main import run, strata
 from strata_cli.config import StrataConfig
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.prefill.prompt_stream import StreamRules
@@ -28,7 +29,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, **environ: str) -> EngineOptions
 
     monkeypatch.setattr(Engine, "open", note)
     config = StrataConfig.load({}, {f"STRATA_{name.upper()}": environ[name] for name in environ})
-    with pytest.raises(Opened) as opened, opening.open_engine(config, will_chat=False):
+    with pytest.raises(Opened) as opened, opening.open_engine(config, will_chat=False, inputs={}):
         pass
     return opened.value.options
 
@@ -82,3 +83,26 @@ def _flat(rules: Any, prefix: str = "") -> dict[str, Any]:
         else:
             values[prefix + spec.name] = value
     return values
+
+
+@pytest.mark.parametrize("command", ["read", "trace"])
+@pytest.mark.parametrize("variable", ["STRATA_TRACE", "STRATA_PREFILL_DUMP_R"])
+def test_nothing_that_the_run_reads_is_written_over(
+    command: str,
+    variable: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    texts = {"config file": "threads = 1\n", "prompt's file": "hello", "expert profile": "x"}
+    paths = {what: tmp_path / what for what in texts}
+    for what, path in paths.items():
+        path.write_text(texts[what])
+    args = [command, "--raw", "--device", "host", "--config", str(paths["config file"])]
+    args += ["--file", str(paths["prompt's file"])]
+    args += ["--expert-profile", str(paths["expert profile"])]
+    for what, path in paths.items():
+        monkeypatch.setenv(variable, str(path))
+        assert run(strata, args) == 2
+        assert f"{path} is the {what}, which this would overwrite" in capsys.readouterr().err
+        assert path.read_text() == texts[what]

@@ -127,6 +127,17 @@ def test_perfetto_does_not_overwrite_the_trace(
     assert trace_file.read_bytes() == before
 
 
+def test_perfetto_does_not_overwrite_the_config_file(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("threads = 1\n")
+    for prompt in (["--from", str(trace_file)], PROMPT):
+        assert run(strata, ["trace", *prompt, "--config", str(path), "--perfetto", str(path)]) == 2
+        assert "is the config file, which this would overwrite" in capsys.readouterr().err
+    assert path.read_text() == "threads = 1\n"
+
+
 def test_perfetto_gets_a_file(
     trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
