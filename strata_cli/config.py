@@ -154,6 +154,11 @@ class StrataConfig:
         "Canonical read; auto is on whenever one token's log-probabilities are read.",
         parse=auto_or_boolean,
     )
+    reuse: bool = setting(
+        True,
+        "Read once what prompts have in common; changes speed, never the result.",
+        parse=boolean,
+    )
     temperature: float = setting(
         0.0, "Sampling temperature; 0 takes the most likely token.", parse=number(0)
     )

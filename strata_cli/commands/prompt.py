@@ -136,6 +136,17 @@ def argument_text(text: str, name: str) -> str:
     return _decode(os.fsencode(text), name)
 
 
+def input_bytes(file: Path) -> tuple[bytes, str]:
+    """A file's bytes, or those of stdin where it is "-", and what to call their origin.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    if str(file) == STDIN:
+        return _read_stdin(is_explicit=True), "stdin"
+    return _read_file(file), path_text(file)
+
+
 def parse_ids(text: str, flag: str) -> list[int]:
     """Token ids written as "1,2,3", in plain ASCII digits.
 
