@@ -369,6 +369,18 @@ def test_large_shared_memory_is_asked_for_once(device: CudaDevice, driver: FakeD
 
 
 @pytest.mark.usefixtures("built")
+def test_blocks_that_crowd_each_other_out_get_the_most_shared_memory(
+    device: CudaDevice, driver: FakeDriver
+) -> None:
+    stream = device.stream("compute")
+    for nbytes in (10_000, 35_000, 40_000):
+        stream.launch(KERNEL, Launch(items=1, shared_bytes=nbytes))
+    key = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    asked = [args[1:] for args in driver.arguments("cuFuncSetAttribute")]
+    assert asked == [(key, cuda_kernels.SHARED_MEMORY_PERCENT)]
+
+
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("capability", "is_early"), [((9, 0), True), ((8, 9), False)])
 def test_an_early_launch_does_not_wait_where_the_gpu_can(
     driver: FakeDriver, tmp_path: Path, capability: tuple[int, int], is_early: bool

@@ -20,9 +20,10 @@ from strata_cli.errors import DeviceError
 KERNELS_FOLDER = Path(__file__).parent.parent / "kernels"
 COMPILE_THREADS = 16
 SHARED_BYTES_WITHOUT_ASKING = 48 << 10
-# Of the memory that a multiprocessor divides between shared memory and L1 cache. Left to itself,
-# the driver gives a kernel hardly more than one block needs, and only that one runs at a time.
-SHARED_MEMORY_PERCENT = 100
+# From so much on, blocks crowd each other out. Left to itself, the driver gives a kernel hardly more
+# shared memory than one block needs, the rest to the L1 cache, and only one block runs at a time.
+CROWDING_SHARED_BYTES = 16 << 10
+SHARED_MEMORY_PERCENT = 100  # of what a multiprocessor can give, for such kernels; -1: the driver's
 CELL_BYTES = 8  # every argument has a cell of its own in the block that the driver reads
 PARAMETER_BYTES = {"Q": 8, "q": 8, "f": 4}
 
@@ -34,27 +35,27 @@ class Function:
         self._context = context
         self.kernel = kernel
         self.handle = handle
-        self.shared_bytes = SHARED_BYTES_WITHOUT_ASKING
-        driver = context.gpu.driver
-        key = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        check(
-            f"cuFuncSetAttribute({kernel.name}, shared memory {SHARED_MEMORY_PERCENT} %)",
-            driver.cuFuncSetAttribute(handle, key, SHARED_MEMORY_PERCENT),
-        )
+        self.shared_bytes = CROWDING_SHARED_BYTES
 
     def allow_shared(self, nbytes: int) -> None:
-        """Lets launches use this much dynamic shared memory.
+        """Lets launches use this much dynamic shared memory, and several blocks share the most.
 
         Raises:
             DeviceError: it is more than the GPU has per block.
         """
+        attributes = self._context.gpu.driver.CUfunction_attribute
+        if self.shared_bytes == CROWDING_SHARED_BYTES:
+            percent = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            self._set(percent, SHARED_MEMORY_PERCENT, "percent of shared memory")
+        if nbytes > SHARED_BYTES_WITHOUT_ASKING:
+            most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._set(most, nbytes, "shared bytes")
+        self.shared_bytes = max(nbytes, SHARED_BYTES_WITHOUT_ASKING)
+
+    def _set(self, key: Any, value: int, what: str) -> None:
         driver = self._context.gpu.driver
-        key = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(
-            f"cuFuncSetAttribute({self.kernel.name}, shared bytes {nbytes})",
-            driver.cuFuncSetAttribute(self.handle, key, nbytes),
-        )
-        self.shared_bytes = nbytes
+        call = f"cuFuncSetAttribute({self.kernel.name}, {what} {value})"
+        check(call, driver.cuFuncSetAttribute(self.handle, key, value))
 
     def parameter_bytes(self) -> list[int]:
         """Size of each parameter, from the compiled code."""
