@@ -20,8 +20,8 @@ from strata_cli.errors import DeviceError
 KERNELS_FOLDER = Path(__file__).parent.parent / "kernels"
 COMPILE_THREADS = 16
 SHARED_BYTES_WITHOUT_ASKING = 48 << 10
-# From so much on, blocks crowd each other out. Left to itself, the driver gives a kernel hardly more
-# shared memory than one block needs, the rest to the L1 cache, and only one block runs at a time.
+# From so much on, blocks crowd each other out. Left to itself, the driver gives a kernel hardly
+# more shared memory than one block needs, and the rest to the L1 cache: one block runs at a time.
 CROWDING_SHARED_BYTES = 16 << 10
 SHARED_MEMORY_PERCENT = 100  # of what a multiprocessor can give, for such kernels; -1: the driver's
 CELL_BYTES = 8  # every argument has a cell of its own in the block that the driver reads
