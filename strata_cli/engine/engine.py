@@ -203,6 +203,8 @@ class Engine:
                 scores, own_slots = known.profile.scores, plan.cache.ring_slots
                 streamer = PromptStreamer(setting, options.streaming, scores, own_slots)
                 resources.callback(streamer.close)
+                # Again, and thus before the ring: kernels that run know its slots by address alone.
+                resources.callback(stream.close)
                 logger.info("experts: %s", streamer.describe(sizes.chunk_tokens))
             name = model.spec.name or model_stem(options.model)
             logger.info("%s on %s: context %d tokens, chunks of %d", name, device.name, *sizes)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from strata_cli.engine.device.host_memory import HostBuffer
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.experts import waiting
@@ -299,3 +300,32 @@ def test_a_device_that_hangs_ends_the_prompt(separate: Path, truth: Talk, device
 
 def _hold(event: threading.Event) -> None:
     event.wait(20)
+
+
+def test_the_ring_is_there_until_nobody_reads_it(
+    separate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels know slots by their addresses alone, so nothing else keeps a ring of its own."""
+    may_run = threading.Event()
+    is_closed: list[bool] = []
+    close = HostBuffer.close
+    with Way(cache=0).open(separate, "host") as engine:
+        own = streamer_of(engine)._own
+        assert own is not None
+
+        def noted(buffer: HostBuffer) -> None:
+            if buffer is own.buffer:
+                is_closed.append(engine._stream.is_closed)  # type: ignore[attr-defined]  # a host's
+            close(buffer)
+
+        monkeypatch.setattr(HostBuffer, "close", noted)
+        sequence = engine.sequence()
+        engine._stream.call(lambda: _hold(may_run))
+        with (
+            failing(engine._stream, ("launch",), 5, KeyboardInterrupt()),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            sequence.prefill(TURNS[0])
+        sequence.close()
+        may_run.set()
+    assert is_closed[0]
