@@ -433,6 +433,8 @@ class World:
 
     def copy(self, batch: Sequence[int]) -> None:
         books, walk = self.books, self.walk
+        slots = {k % self.case.ring_slots for k in batch}
+        require("R9", len(slots) == len(batch), f"{batch} go to the same slots, in any order")
         for k in batch:
             require("R1", k not in books.was_copied, f"entry {k} is copied again")
             require("R4", k not in books.skipped, f"entry {k} was skipped and is copied")

@@ -81,6 +81,14 @@ def test_the_plain_walk_copies_everything_and_the_routed_one_less() -> None:
     assert len(routed.routed_entries) <= routed.num_copied < plain.num_copied
 
 
+def test_no_two_copies_of_a_batch_go_to_the_same_slot() -> None:
+    """The device may carry them in any order. Staged entries are copied although given back."""
+    for seed in range(40):
+        case = plain_case(4, 12, resident=0.0, routed=0.2, ring_slots=6, depth=64, seed=seed)
+        staged = np.random.default_rng(seed).random(case.staged.shape) < 0.3
+        simulate(replace(case, staged=staged, together=8, weights=(1, 9, 9, 9)))
+
+
 def test_a_small_ring_copies_routed_entries_only() -> None:
     case = replace(plain_case(routed=0.3, ring_slots=8), skips=False, lists_routed=True)
     outcome = simulate(case)

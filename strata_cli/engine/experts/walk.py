@@ -169,6 +169,8 @@ class Walk:
                 reason = Turn.RING_FULL
             elif len(batch) >= most:
                 reason = Turn.LINK_FULL if room <= together else None
+            elif batch and k - batch[0] >= self.rules.ring_slots:
+                reason = None  # its slot is the batch's already, whose copies come in any order
             elif jobs[k] >= 0 and not self._link.is_staged(k):
                 reason = Turn.UNSTAGED
             else:
