@@ -103,8 +103,8 @@ WAYS = (
 # Of experts in host memory: how much is on its way at once.
 HOST_WAYS = (
     Way(),
-    *(Way(rows=r, resident=n, slots=2) for r, n in ((8, 1), (16, 1), (8, 2), (16, 3))),
-    *(Way(rows=8, resident=1, slots=n) for n in (3, 6)),
+    *(Way(rows=r, resident=n, slots=1) for r, n in ((8, 1), (16, 1), (8, 2), (16, 3))),
+    Way(rows=8, resident=1, warps=5, slots=2),
     Way(resident=3),
 )
 COMPARED = (

@@ -53,7 +53,7 @@ class Way(NamedTuple):
         warps: most that multiply in a block, up to 20.
         resident: blocks of a multiprocessor.
         shared_bytes: what a block should take.
-        slots: most stages of a block that are in shared memory or on their way.
+        slots: most stages of a team that are in shared memory or on their way.
         defines: macros, for experiments.
     """
 
@@ -121,7 +121,7 @@ def _num_tiles(matrices: tuple[Matrix, ...], rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A choice that fits: rows of a tile, columns, warps of a team, teams, slots, cuts by kind."""
+    """A choice that fits: rows of a tile, columns, teams, their warps and slots, cuts by kind."""
 
     rows: int
     columns: int
@@ -236,19 +236,19 @@ def _shapes(
         for teams in range(max(1, min(tiles, warps // team_warps)), 0, -1):
             fixed = _fixed_bytes(matrices, rows, columns, teams)
             slot = 16 * max(cut.slot_chunks for cut in cuts) + GATE_BYTES
-            slots = max(teams, min(parts * tiles, 2))
-            nbytes = fixed + slots * slot
+            slots = 1 if teams > 1 else min(parts * tiles, 2)
+            nbytes = fixed + teams * slots * slot
             yield _Shape(rows, columns, team_warps, teams, parts, slots, cuts, nbytes)
     if is_last:
         yield _Shape(rows, columns, team_warps, 1, parts, 1, cuts, fixed + slot)
 
 
 def _with_slots(shape: _Shape, budget: int, stages: int) -> _Shape:
-    """The shape with as many slots as the budget and the stages of a block leave room for."""
-    slot = 16 * shape.slot_chunks + GATE_BYTES
-    more = (budget - shape.shared_bytes) // slot
-    slots = max(shape.slots, min(shape.slots + more, stages, MOST_SLOTS))
-    grown = shape.shared_bytes + (slots - shape.slots) * slot
+    """The shape with as many slots as the budget and the stages of a team leave room for."""
+    nbytes = shape.teams * (16 * shape.slot_chunks + GATE_BYTES)
+    more = (budget - shape.shared_bytes) // nbytes
+    slots = max(shape.slots, min(shape.slots + more, stages))
+    grown = shape.shared_bytes + (slots - shape.slots) * nbytes
     return replace(shape, slots=slots, shared_bytes=grown)
 
 
@@ -286,7 +286,7 @@ def _choose(
             own_tiles = blocks(tiles, num_blocks)
             for shape in _shapes(matrices, rows, warps, columns, own_tiles, is_last=is_last):
                 if shape.shared_bytes + RESERVED_BYTES <= most and shape.slots <= way.slots:
-                    stages = min(way.slots, own_tiles * shape.parts)
+                    stages = min(way.slots, blocks(own_tiles, shape.teams) * shape.parts)
                     return _with_slots(shape, most - RESERVED_BYTES, stages), num_blocks
             if most < limit:
                 break  # rather more shared memory than fewer columns

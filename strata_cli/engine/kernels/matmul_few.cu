@@ -8,7 +8,7 @@
 // zero; then total = 0 + slice 0 + slice 1 + ... . Activations are rounded to f16.
 //
 // Few blocks per multiprocessor, small enough that some of the next launch fit beside them and copy
-// their first weights early. One warp copies stage after stage into a ring of slots (spans.cuh);
+// their first weights early. One warp copies stage after stage into rings of slots (spans.cuh);
 // teams of the other warps take tiles of up to ROWS weight rows in turns, a slice to a warp. x is
 // in shared memory once. One launch may make several matrices that share x, of up to three kinds.
 #include "activations.cuh"
@@ -58,7 +58,7 @@ __device__ inline Plan plan_from(long long slice, long long slices, long long pa
             static_cast<int>(span_shift),  static_cast<int>(chunks)};
 }
 
-// What the host chose for a launch: warps of a team, slots of the ring and 16 bytes of each, stages
+// What the host chose for a launch: warps of a team, slots of its ring and 16 bytes of each, stages
 // of a tile.
 struct Layout {
     int team_warps, slots, slot_chunks, parts;
@@ -149,13 +149,15 @@ struct Team {
     }
 };
 
-// A place in the ring, and how often the ring was gone through before, even or odd.
+// A place in a team's ring, and how often the ring was gone through before, even or odd. Rings are
+// a team's own: whoever waits at a gate then knows of each time it was passed, so that even and odd
+// are enough to tell the times apart, in whatever order copies land.
 struct Turn {
     int slot;
     unsigned parity;
 
-    __device__ void go_on(int stages, int slots) {
-        for (slot += stages; slot >= slots; slot -= slots) parity ^= 1;
+    __device__ void go_on(int slots) {
+        if (++slot == slots) slot = 0, parity ^= 1;
     }
 };
 
@@ -339,12 +341,12 @@ struct Shared {
                       int teams) {
         book = reinterpret_cast<unsigned *>(shared);
         slots = reinterpret_cast<unsigned char *>(shared + Book::CHUNKS);
-        planes = shared + Book::CHUNKS + layout.slots * layout.slot_chunks;
+        planes = shared + Book::CHUNKS + teams * layout.slots * layout.slot_chunks;
         plane = (cols + 31) / 32 * 4 * columns;
         sums = reinterpret_cast<float *>(planes + Planes<Kinds...>::COUNT * plane);
         set = slices * ROWS * columns;
         full = reinterpret_cast<unsigned long long *>(sums + 2 * teams * set);
-        empty = full + layout.slots;
+        empty = full + teams * layout.slots;
     }
 };
 
@@ -358,8 +360,8 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
     const auto book = Shared::Book::of_lane(shared.book);
     const int apart = gridDim.y * team.count;
     int flip = 2 * team.number, adder = 0;
+    const int own_slots = team.number * layout.slots;
     Turn turn = {0, 0};
-    turn.go_on(team.number * layout.parts, layout.slots);
 #pragma unroll 1
     for (int tile = blockIdx.y + gridDim.y * team.number; tile < work.tiles; tile += apart) {
         const Matrix matrix = work.matrix_of(tile);
@@ -371,11 +373,10 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
 #pragma unroll 1
         for (int part = 0; part < layout.parts; part++) {
             const Stage stage = {matrix.data, matrix.rows, first_row, tile_rows, part};
+            unsigned char *slot = shared.slots + (own_slots + turn.slot) * layout.slot_chunks * 16;
 #if BULK
-            unsigned char *slot = shared.slots + turn.slot * layout.slot_chunks * 16;
-            pass_gate(shared.full + turn.slot, turn.parity);
+            pass_gate(shared.full + own_slots + turn.slot, turn.parity);
 #else
-            unsigned char *slot = shared.slots + team.number * layout.slot_chunks * 16;
             start_stage<ROWS>(slot, cut, stage, team.thread(), team.threads());
             commit_copies();
             wait_copies<0>();
@@ -405,9 +406,8 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
             });
 #if BULK
             __syncwarp();
-            if ((threadIdx.x & 31) == 0) arrive(shared.empty + turn.slot);
-            turn.go_on(part + 1 < layout.parts ? 1 : (team.count - 1) * layout.parts + 1,
-                       layout.slots);
+            if ((threadIdx.x & 31) == 0) arrive(shared.empty + own_slots + turn.slot);
+            turn.go_on(layout.slots);
 #else
             team.wait();
 #endif
@@ -424,42 +424,49 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
 }
 
 #if BULK
-// The stages of all tiles of the block, one after the other, each into the next slot; by one warp.
-// Those that the ring holds start before the block's first barrier.
+// The stages of all tiles of the block, one after the other, each into its team's ring; by one
+// warp. Those that the rings hold start before the block's first barrier.
 template <class Shared, int ROWS, int MATRICES, class... Kinds>
 __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, const Shared &shared,
-                                   int team_warps) {
+                                   const Team &team) {
     const Layout &layout = work.layout;
     if ((threadIdx.x & 31) == 0) {
-        for (int i = 0; i < layout.slots; i++) {
+        for (int i = 0; i < team.count * layout.slots; i++) {
             open_gate(shared.full + i, ROWS);
-            open_gate(shared.empty + i, team_warps);
+            open_gate(shared.empty + i, team.warps);
         }
         publish_gates();
     }
-    __syncwarp();
-    Turn turn = {0, 1};
-    int tile = blockIdx.y, part = 0;
+    Turn round = {0, 1}, turn = round;  // of the teams' stages of one tile each; all alike
+    int number = 0;
     bool is_first = true;
 #pragma unroll 1
-    while (true) {
-        __syncwarp();
-        if (is_first && (tile >= work.tiles || turn.parity == 0)) {
-            is_first = false;
-            __syncthreads();
-        }
-        if (tile >= work.tiles) return;
-        if (!is_first) pass_gate(shared.empty + turn.slot, turn.parity);
+    for (int tile = blockIdx.y; tile < work.tiles; tile += gridDim.y) {
         const Matrix matrix = work.matrix_of(tile);
+        const Cut cut = work.cut_of(matrix.kind);
         const int tile_rows = work.plan_of(matrix.kind).tile_rows;
         const int row = (tile - matrix.first_tile) * tile_rows;
-        const Stage stage = {matrix.data, matrix.rows, row, min(tile_rows, matrix.rows - row),
-                             part};
-        start_stage<ROWS>(shared.slots + turn.slot * layout.slot_chunks * 16,
-                          work.cut_of(matrix.kind), stage, shared.full + turn.slot);
-        turn.go_on(1, layout.slots);
-        if (++part == layout.parts) part = 0, tile += gridDim.y;
+        turn = round;
+#pragma unroll 1
+        for (int part = 0; part < layout.parts; part++) {
+            const Stage stage = {matrix.data, matrix.rows, row, min(tile_rows, matrix.rows - row),
+                                 part};
+            const int slot = number * layout.slots + turn.slot;
+            const bool is_used = !is_first || turn.parity == 0;
+            __syncwarp();
+            if (is_used && is_first) {
+                is_first = false;
+                __syncthreads();
+            }
+            if (is_used) pass_gate(shared.empty + slot, turn.parity);
+            start_stage<ROWS>(shared.slots + slot * layout.slot_chunks * 16, cut, stage,
+                              shared.full + slot);
+            turn.go_on(layout.slots);
+        }
+        if (++number == team.count) number = 0, round = turn;
     }
+    __syncwarp();
+    if (is_first) __syncthreads();
 }
 #endif
 
@@ -472,7 +479,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
                                         work.most_slices(), team.count);
     if (threadIdx.x / 32 == warps) {
 #if BULK
-        copy_stages(work, shared, team.warps);
+        copy_stages(work, shared, team);
 #else
         __syncthreads();
 #endif
