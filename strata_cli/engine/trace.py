@@ -56,6 +56,11 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
 }
 """Every event's own fields; docs/trace.md says what they mean."""
 
+TEXTS = frozenset({"ev", "model", "device", "what", "ended_by", "reason"})
+"""The fields that are texts; all others of EVENTS and of every event are numbers."""
+
+LARGEST = 1 << 53  # of the numbers in a file: more can be no time, count or size
+
 
 class Trace:
     """Takes events and hands them on; any thread may write.
@@ -199,7 +204,18 @@ def _parse(path: Path, number: int, line: bytes) -> Event:
     needed = ("t_ns", "ev", "chunk", *EVENTS.get(str(event.get("ev")), ()))
     if missing := [name for name in needed if name not in event]:
         raise InputError(f"{where} has no {', '.join(missing)}", hint="the file is damaged")
+    for name in (*needed, "dur_us"):
+        if not _is_possible(name, event.get(name, 0)):
+            raise InputError(f"{where} has a wrong {name}", hint="the file is damaged")
     return event
+
+
+def _is_possible(name: str, value: object) -> bool:
+    """Whether a field that is read back can have this value."""
+    if name in TEXTS:
+        return isinstance(value, str)
+    least = 0 if name == "dur_us" else -LARGEST
+    return isinstance(value, int | float) and least <= value <= LARGEST
 
 
 def _together(sinks: list[Sink]) -> Sink | None:

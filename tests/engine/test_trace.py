@@ -120,6 +120,13 @@ def test_a_trace_is_read_back_in_the_order_of_its_times(tmp_path: Path) -> None:
         ('{"v":2,"t_ns":0,"ev":"prompt.end","chunk":0}', "trace version 1 .v: 2"),
         ('{"v":1,"t_ns":0,"ev":"prompt.end","chunk":0}', "has no tokens, dur_us"),
         ('{"v":1,"ev":"prompt.end"}', "has no t_ns, chunk, tokens, dur_us"),
+        ('{"v":1,"t_ns":null,"ev":"new","chunk":0}', "line 1 of .* has a wrong t_ns"),
+        ('{"v":1,"t_ns":0,"ev":[],"chunk":0}', "has a wrong ev"),
+        ('{"v":1,"t_ns":0,"ev":"new","chunk":{}}', "has a wrong chunk"),
+        ('{"v":1,"t_ns":0,"ev":"new","chunk":0,"dur_us":"1"}', "has a wrong dur_us"),
+        ('{"v":1,"t_ns":0,"ev":"host.wait","chunk":0,"layer":0,"dur_us":-1}', "wrong dur_us"),
+        ('{"v":1,"t_ns":0,"ev":"ring.wait","chunk":0,"slot":1e300,"dur_us":1}', "wrong slot"),
+        ('{"v":1,"t_ns":0,"ev":"issuer.wait","chunk":0,"reason":1,"dur_us":1}', "wrong reason"),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, problem: str) -> None:
