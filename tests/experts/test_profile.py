@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,24 @@ def test_a_file_without_the_numbers_is_refused(model: ModelFile, tmp_path: Path)
         np.savez(file, version=1)
     with pytest.raises(ConfigError, match="damaged"):
         load_profile(tmp_path / "x", model)
+
+
+def test_a_damaged_directory_of_the_archive_is_refused(model: ModelFile, tmp_path: Path) -> None:
+    path = tmp_path / "use.profile"
+    save_profile(path, some_profile(model))
+    whole = path.read_bytes()
+    start = whole.index(b"PK\x01\x02")
+    for place in range(start, len(whole)):
+        for value in (1, 0x61, 0xFF):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ value]) + whole[place + 1 :])
+            with suppress(ConfigError):
+                load_profile(path, model)
+
+
+def test_a_pipe_is_refused_at_once(model: ModelFile, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="no regular file"):
+        load_profile(tmp_path / "pipe", model)
 
 
 def test_every_half_written_file_is_refused(model: ModelFile, tmp_path: Path) -> None:

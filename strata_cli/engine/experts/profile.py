@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -157,6 +158,8 @@ def load_profile(path: Path, model: ModelFile) -> ExpertProfile:
 
 def _read(path: Path, shape: tuple[int, int]) -> Mapping[str, NDArray[Any]]:
     """The arrays of the file, as they are; refuses what is much too large before it is read."""
+    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
+        raise _damaged(path, "no regular file")
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             most_bytes = shape[0] * shape[1] * 8 + _SPARE_BYTES
@@ -170,7 +173,7 @@ def _read(path: Path, shape: tuple[int, int]) -> Mapping[str, NDArray[Any]]:
             f"the expert profile {path_text(path)} cannot be read: {error.strerror}",
             hint="check --expert-profile",
         ) from error
-    except (zipfile.BadZipFile, ValueError, KeyError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, KeyError, EOFError) as error:
         raise _damaged(path, str(error)) from error
 
 
