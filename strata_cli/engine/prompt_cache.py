@@ -161,7 +161,7 @@ class PromptCache:
 
 def is_prefix(prefix: Sequence[int], ids: Sequence[int]) -> bool:
     """Whether the ids begin with the prefix."""
-    return len(prefix) <= len(ids) and all(map(int.__eq__, prefix, ids))
+    return tuple(prefix) == tuple(ids[: len(prefix)])
 
 
 def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:

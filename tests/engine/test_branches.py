@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata_cli.engine.engine import Engine
+from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.prefill.branches import plan_batches
 from strata_cli.errors import InputError
 from tests.engine.readings import CONTEXT, TEXT, Truth, bits, open_engine
 from tests.engine.strategies import VOCAB
+from tests.engine.streams import WAYS, streamer_of, write_streamed_model
+from tests.model.tiny_model import write_tiny_model
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=8)
 
@@ -55,6 +58,51 @@ def test_sixteen_suffixes_have_as_many_rows(engine: Engine, truth: Truth) -> Non
         for suffix, row in zip(suffixes, rows, strict=True):
             assert np.array_equal(bits(row), bits(truth(TEXT[:200] + suffix).logits))
         assert sequence.score([]) == []
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        {"gdn_conv": 1, "ple_conv": 1},
+        {"recurrent": (False, False), "layers": 2, "ple_layer": None},
+        {"recurrent": (True, True), "layers": 2, "ple_layer": 0},
+        {"ratio": None, "recurrent": (True, False), "layers": 2, "ple_layer": None},
+    ],
+    ids=["no memory of the convolutions", "attention alone", "recurrent alone", "dense"],
+)
+def test_models_of_other_parts(tmp_path: Path, dims: dict[str, Any]) -> None:
+    path = write_tiny_model(tmp_path / "m.gguf", **dims)
+    suffixes = [TEXT[40:43], TEXT[50:51], TEXT[60:69]]
+    with open_engine(path, context=64) as engine, engine.sequence() as sequence:
+        sequence.prefill(TEXT[:21])
+        rows = sequence.score(suffixes)
+        own = Truth(engine)
+        for suffix, row in zip(suffixes, rows, strict=True):
+            assert np.array_equal(bits(row), bits(own(TEXT[:21] + suffix).logits))
+
+
+@pytest.mark.parametrize("way", ["routed", "no cache, ring of its own"])
+def test_experts_may_be_streamed(tmp_path: Path, device_name: str, way: str) -> None:
+    path = write_streamed_model(tmp_path / "m.gguf", fused=False)
+    suffixes = [TEXT[i : i + 10] for i in range(20)]
+    with open_engine(path, device=device_name, prefill=64) as engine, engine.sequence() as sequence:
+        sequence.prefill(TEXT[:70])
+        resident = sequence.score(suffixes)
+    with WAYS[way].open(path, device_name) as engine, engine.sequence() as sequence:
+        sequence.prefill(TEXT[:70])
+        for row, expected in zip(sequence.score(suffixes), resident, strict=True):
+            assert np.array_equal(bits(row), bits(expected))
+        assert streamer_of(engine).counts
+
+
+def test_branches_are_not_in_the_residual_dump(model: Path, tmp_path: Path) -> None:
+    dumps = [tmp_path / "a", tmp_path / "b"]
+    for dump, suffixes in zip(dumps, ([], [TEXT[:70], TEXT[5:9]]), strict=True):
+        options = EngineOptions(model=model, device="host", prefill_dump_r=dump)
+        with Engine.open(options) as engine, engine.sequence() as sequence:
+            sequence.prefill(TEXT[:70])
+            sequence.score(suffixes)
+    assert dumps[0].read_bytes() == dumps[1].read_bytes()
 
 
 def test_a_branch_from_a_wrong_position_shows(engine: Engine, truth: Truth) -> None:
