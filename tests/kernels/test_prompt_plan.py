@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from strata_cli.engine.device.base import Kernel, Tensor
 from strata_cli.engine.device.cuda_kernels import KERNELS_FOLDER
 from strata_cli.engine.device.nvrtc import Compiler, read_unit
-from strata_cli.engine.kernels.products import Matrix, alignment, dense_matrix
+from strata_cli.engine.kernels.matmul import matmul, round_rows
+from strata_cli.engine.kernels.products import Matrix, Plan, alignment, dense_matrix
 from strata_cli.engine.kernels.prompt_plan import (
     Gpu,
     Shape,
@@ -17,8 +20,11 @@ from strata_cli.engine.kernels.prompt_plan import (
     prompt_shared_bytes,
     split_plan,
 )
+from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
 from strata_cli.errors import ConfigError, DeviceError
+from tests.kernels.lab import Lab, normal
+from tests.kernels.packed import packed_rows
 
 GPUS = {
     "ampere": Gpu(99 << 10, 82),
@@ -122,3 +128,38 @@ def test_products_compile_for_every_architecture(architecture: str) -> None:
     for source, function, defines in units:
         unit = read_unit(KERNELS_FOLDER / source, defines=defines, instances=(function,))
         assert compiler.compile(unit, architecture).symbols
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda qtype: qtype.name)
+def test_tiles_decoded_once_have_the_bits_of_few_rows(gpu_lab: Lab, qtype: QuantType) -> None:
+    """Dense, and as pairs of four experts that are one matrix: one empty, one of many tokens."""
+    rows, cols, tokens = 200, 5 * max(256, BLOCK[qtype].weights), 150
+    weight = Weight(gpu_lab.put(packed_rows(qtype, rows, cols, 1)), qtype, rows, cols)
+    x = gpu_lab.put(normal(2, tokens, cols))
+    few, dense, pairs = (gpu_lab.empty((tokens, rows)) for _ in range(3))
+    half = gpu_lab.empty((tokens, cols), np.float16)
+    matmul(gpu_lab.stream, x, weight, few)
+    round_rows(gpu_lab.stream, x, half)
+    gpu = Gpu(gpu_lab.stream.shared_bytes, gpu_lab.stream.num_multiprocessors)
+    matrix = dense_matrix(qtype, rows, cols, weight.data.address)
+    numbers = (int(qtype), tokens, rows, cols)
+    launch(gpu_lab, prompt_plan(matrix, tokens, gpu), x, half, weight.data, dense, *numbers)
+    blobs = gpu_lab.put(np.full(4, weight.data.address, np.int64))
+    start = gpu_lab.put(np.array([0, 7, 7, 20, tokens], np.int32))
+    row_of = gpu_lab.put(np.arange(tokens, dtype=np.int32))
+    plan = grouped_prompt_plan(expert_of(qtype, rows, cols), tokens, 4, gpu)
+    launch(gpu_lab, plan, x, half, blobs, row_of, start, pairs, int(qtype), rows, cols, 0)
+    np.testing.assert_array_equal(gpu_lab.get(dense), gpu_lab.get(few))
+    np.testing.assert_array_equal(gpu_lab.get(pairs), gpu_lab.get(few))
+
+
+def launch(lab: Lab, plan: Plan, *args: Tensor | int) -> None:
+    """A function that no wrapper chooses yet."""
+    source, function, defines = plan.unit
+    kernel = Kernel(function, nothing, nothing, source, function, defines)
+    lab.stream.launch(kernel, plan.launch(1, 1), *args)
+
+
+def nothing(_begin: int, _end: int, *_: object) -> None:
+    """No host body."""
