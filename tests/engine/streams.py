@@ -22,6 +22,7 @@ from strata_cli.engine.model.expected import Shape
 from strata_cli.engine.model.quants import QuantType
 from strata_cli.engine.prefill.prompt_stream import StreamRules
 from strata_cli.engine.prefill.streamer import PromptStreamer
+from strata_cli.engine.trace import NO_TRACE, Trace
 from strata_cli.errors import StateError
 from tests.engine.readings import bits, text
 from tests.model.tiny_model import write_tiny_model
@@ -59,7 +60,7 @@ class Way:
     keep: int = 0
     short: int = 8
 
-    def open(self, path: Path, device: str) -> Engine:
+    def open(self, path: Path, device: str, trace: Trace = NO_TRACE) -> Engine:
         rules = StreamRules(
             ring=RingRules(stream_min=self.stream_min, slots=self.ring),
             stream=StreamOptions(**{"watchdog_s": WATCHDOG_S, **self.stream}),
@@ -76,6 +77,7 @@ class Way:
                 expert_cache=self.cache,
                 least_slots=self.least,
                 streaming=rules,
+                trace=trace,
             )
         )
 

@@ -15,6 +15,7 @@ from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.experts import waiting
 from strata_cli.engine.prefill.feed import StreamTables
+from strata_cli.engine.trace import Event, Trace
 from strata_cli.errors import DeviceError, StallError
 from tests.engine.readings import open_engine
 from tests.engine.streams import (
@@ -329,3 +330,23 @@ def test_the_ring_is_there_until_nobody_reads_it(
         sequence.close()
         may_run.set()
     assert is_closed[0]
+
+
+@pytest.mark.parametrize("ring", [0, 8, 16])
+def test_a_trace_has_every_copy_and_every_group_of_a_prompt(
+    separate: Path, device_name: str, ring: int
+) -> None:
+    """Those of the last chunk too, which the device is not done with when it is enqueued."""
+    events: list[Event] = []
+    way = Way(ring=ring)
+    with way.open(separate, device_name, Trace(events.append)) as engine, engine.sequence() as talk:
+        talk.prefill(TURNS[0])
+        seen = list(events)
+        counts = streamer_of(engine).counts
+
+    def total(ev: str, name: str) -> int:
+        return sum(int(event[name]) for event in seen if event["ev"] == ev)
+
+    assert total("copy.run", "bytes") == sum(count.copied_bytes for count in counts)
+    assert total("copy.run", "entries") == sum(count.copied for count in counts)
+    assert total("group.run", "experts") == total("layer.routed", "routed")

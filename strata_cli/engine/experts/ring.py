@@ -136,6 +136,10 @@ class Ring:
         Raises what failed.
         """
         self.copies.synchronize()
+        self.finish_trace()
+
+    def finish_trace(self) -> None:
+        """Blocks until all that the trace was told of both streams is over and written."""
         self.copy_spans.finish()
         self.read_spans.finish()
 

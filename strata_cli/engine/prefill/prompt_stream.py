@@ -130,6 +130,11 @@ class Rings:
         self.setting.reads.record(self._passed)
         self.setting.store.copies.wait(self._passed)
 
+    def finish_trace(self) -> None:
+        """With a trace, blocks until what it was told of a prompt is over and written."""
+        for ring in self._rings.values():
+            ring.finish_trace()
+
     def close(self) -> None:
         """Wait for copies under way and give the events back. Safe to call twice."""
         rings, self._rings = self._rings, {}

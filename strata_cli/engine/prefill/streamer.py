@@ -138,6 +138,7 @@ class PromptStreamer:
             yield PromptStream(
                 self._rings, self._rules, self._tables, self._history, slots, num_slots
             )
+            self._rings.finish_trace()
 
     def settle(self) -> None:
         """Fill again what a prompt was lent; before steps. Blocks until it is done.
