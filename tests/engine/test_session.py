@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strata_cli.engine import reading
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.forward.state import SequenceState, Snapshot
-from strata_cli.engine.prompt_cache import CacheRules
+from strata_cli.engine.prompt_cache import CacheRules, is_prefix
 from strata_cli.engine.reading import ReadRequest
 from strata_cli.engine.session import Session
 from strata_cli.errors import InputError
@@ -171,6 +171,33 @@ def test_an_interrupted_read_leaves_what_was_whole(
         with interrupt(monkeypatch, engine, "launch", 30):
             session.score_suffixes(TEXT[:60], [TEXT[:3]])
         assert check(session, truth, TEXT[:61]) == 60
+
+
+def test_an_interrupted_read_without_checkpoints_begins_anew(
+    engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session(engine, CacheRules(prompt_cache=0)) as session:
+        check(session, truth, TEXT[:40])
+        with interrupt(monkeypatch, engine, "launch", 30):
+            session.read(TEXT[:60])
+        assert check(session, truth, TEXT[:60]) == 0
+        assert check(session, truth, TEXT[:61]) == 60
+
+
+def test_suffixes_use_up_what_was_read_behind_their_prefix(engine: Engine, truth: Truth) -> None:
+    with Session(engine, SMALL) as session:
+        check(session, truth, TEXT[:40])
+        session.score_suffixes(TEXT[:32], [OTHER[:9]])
+        assert check(session, truth, TEXT[:60]) == 32
+
+
+def test_conversations_that_made_room_leave_no_checkpoints_behind(
+    engine: Engine, truth: Truth
+) -> None:
+    with Session(engine, PARKING) as session:
+        for ids in (TEXT[:40], OTHER[:40], TEXT[:41]):
+            check(session, truth, ids)
+            assert all(is_prefix(kept.ids, ids) for kept in session.cache.checkpoints)
 
 
 def test_a_prompt_that_cannot_be_read_changes_nothing(engine: Engine, truth: Truth) -> None:
