@@ -47,6 +47,7 @@ class Session:
         sequence: the live one; answers may be generated on it, but nothing may be restored.
         cache: the checkpoints of the live sequence.
         conversations: those that made room.
+        read_tokens: prompt tokens read so far; what was reused is not in it.
 
     Raises:
         OutOfMemory: the sequence does not fit.
@@ -57,6 +58,7 @@ class Session:
         self.sequence = engine.sequence()
         self.cache = PromptCache(rules)
         self.conversations = ConversationCache(rules.conversation_cache_mib << 20)
+        self.read_tokens = 0
         self._rules = rules
 
     def read(
@@ -96,12 +98,26 @@ class Session:
         Raises:
             InputError: prefix or suffixes cannot be read, or do not fit the context together.
         """
-        if prefix_ids:
-            self.engine.check(prefix_ids)
-        self._go_to(prefix_ids, needs_logits=False, reuse=reuse)
-        if self.sequence.position < len(prefix_ids):
-            self._read_on(prefix_ids, "none", None)
-        return self.sequence.score(suffixes)
+        self.read_prefix(prefix_ids, reuse=reuse)
+        rows = self.sequence.score(suffixes)
+        self.read_tokens += sum(map(len, suffixes))
+        return rows
+
+    def read_prefix(self, ids: list[int], *, reuse: bool = True) -> None:
+        """Read what prompts to come begin with; the live sequence holds it, and nothing else.
+
+        Args:
+            ids: may be empty.
+            reuse: False reads it anew.
+
+        Raises:
+            InputError: see Engine.check; nothing has changed then.
+        """
+        if ids:
+            self.engine.check(ids)
+        self._go_to(ids, needs_logits=False, reuse=reuse)
+        if self.sequence.position < len(ids):
+            self._read_on(ids, "none", None)
 
     def close(self) -> None:
         """Gives the sequence's memory back. Safe to call twice."""
@@ -187,6 +203,7 @@ class Session:
                 logits=wanted if is_end else "none",
                 progress=_shifted(progress, position - start, len(ids) - start),
             )
+            self.read_tokens += stop - position
             if self._rules.prompt_cache:
                 end = logits.copy() if logits.size else None
                 cache.add(Checkpoint(sequence.snapshot(), end))

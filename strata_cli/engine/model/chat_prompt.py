@@ -67,7 +67,7 @@ def encode_chat(
     collect = partial(_keep, texts)
     for turn in (variables, *messages, *(tools or ())):
         _map_object(turn, collect)
-    shield = _Shield(tokenizer.control_texts, texts)
+    shield = Shield(tokenizer.control_texts, texts)
     rendered = template.render(
         [_map_object(message, shield.hide) for message in messages],
         add_generation_prompt=add_generation_prompt,
@@ -78,8 +78,10 @@ def encode_chat(
     return ChatPrompt(rendered.translate(shield.restore), ids)
 
 
-class _Shield:
-    """Exchanges characters that begin control tokens.
+class Shield:
+    """Exchanges characters that begin control tokens in texts, for a template to render.
+
+    What is rendered is encoded with parse_special and ``restore``, and without a bos.
 
     Attributes:
         restore: stand-in -> character, as a ``str.translate`` table.
