@@ -1,0 +1,168 @@
+"""AnyJev's backend in this process: prompts that begin alike are read from where they part.
+
+Every value equals that of a fresh read of its whole prompt in every bit: prompts are encoded whole,
+and what is shared is a prefix of their tokens, not of their text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.decisions.prompts import PromptTokenizer
+from strata_cli.engine.engine import Engine
+from strata_cli.engine.prompt_cache import common_tokens
+from strata_cli.engine.reading import next_token_logprobs
+from strata_cli.engine.session import Session
+from strata_cli.errors import InputError
+
+
+class TokenCounts(NamedTuple):
+    """Tokens of all prompts together, and how many of them were read."""
+
+    prompt_tokens: int
+    read_tokens: int
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens that another prompt had read."""
+        return self.prompt_tokens - self.read_tokens
+
+    def since(self, earlier: TokenCounts) -> TokenCounts:
+        """What was added to earlier counts."""
+        return TokenCounts(
+            self.prompt_tokens - earlier.prompt_tokens, self.read_tokens - earlier.read_tokens
+        )
+
+
+class EngineBackend:
+    """Next-token log-probabilities of labels. Owned by the engine's thread.
+
+    Args:
+        engine: reads.
+        reuse: False reads every prompt anew; changes no value.
+
+    Attributes:
+        name: the model's.
+        tokenizer: see PromptTokenizer.
+
+    Raises:
+        OutOfMemory: a sequence does not fit.
+    """
+
+    def __init__(self, engine: Engine, *, reuse: bool = True) -> None:
+        self.name = engine.model_name
+        self.tokenizer = PromptTokenizer(engine)
+        self._engine = engine
+        self._reuse = reuse
+        self._session = Session(engine)
+        self._prompt_tokens = 0
+
+    @property
+    def counts(self) -> TokenCounts:
+        """Since this was made."""
+        return TokenCounts(self._prompt_tokens, self._session.read_tokens)
+
+    def expect(self, prompts: Sequence[str]) -> None:
+        """Read what prompts to come have in common, in whatever order and groups they will come.
+
+        Changes no value, only what has to be read.
+
+        Raises:
+            InputError: a prompt does not fit the context.
+        """
+        ids = self._encode(prompts)
+        if self._reuse and len(ids) > 1:
+            self._session.read_prefix(_common_prefix(ids))
+
+    def next_token_logprobs(
+        self, prompts: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float64]]:
+        """Log-probabilities over the whole vocabulary, as AnyJev's backends give them.
+
+        Args:
+            prompts: rendered.
+            token_ids: for each prompt the tokens asked for.
+
+        Returns:
+            For each prompt one value per token asked for.
+
+        Raises:
+            InputError: a prompt does not fit the context.
+        """
+        ids = self._encode(prompts)
+        self._prompt_tokens += sum(map(len, ids))
+        rows = self._read(ids)
+        return [_logprobs(row, labels) for row, labels in zip(rows, token_ids, strict=True)]
+
+    def score_shared(
+        self, groups: Sequence[tuple[str, Sequence[str]]], token_ids: Sequence[Sequence[int]]
+    ) -> list[list[NDArray[np.float64]]]:
+        """The same for prompts given as a beginning and several ends.
+
+        Args:
+            groups: beginning and ends of each group; each end makes a prompt of its own.
+            token_ids: for each group the tokens asked for.
+
+        Returns:
+            For each group and end one value per token asked for.
+
+        Raises:
+            InputError: a prompt does not fit the context.
+        """
+        prompts = [[prefix + suffix for suffix in suffixes] for prefix, suffixes in groups]
+        if len(prompts) > 1:
+            self.expect([prompt for group in prompts for prompt in group])
+        return [
+            self.next_token_logprobs(group, [labels] * len(group))
+            for group, labels in zip(prompts, token_ids, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Gives the sequence's memory back. Safe to call twice."""
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _read(self, prompts: Sequence[list[int]]) -> list[NDArray[np.float32]]:
+        if not self._reuse:
+            return [self._session.read(ids, reuse=False).logits for ids in prompts]
+        prefix = _common_prefix(prompts)
+        return self._session.score_suffixes(prefix, [ids[len(prefix) :] for ids in prompts])
+
+    def _encode(self, prompts: Sequence[str]) -> list[list[int]]:
+        encoded = [self.tokenizer.prompt_ids(prompt) for prompt in prompts]
+        longest, context = max(map(len, encoded), default=0), self._engine.context_tokens
+        if longest > context:
+            raise InputError(
+                f"state and question take {longest} tokens and do not fit the context of "
+                f"{context} tokens",
+                hint=_room_hint(self._engine),
+            )
+        return encoded
+
+
+def _common_prefix(prompts: Sequence[list[int]]) -> list[int]:
+    """What all prompts begin with, less a last token, so that each has one left to read."""
+    first = prompts[0]
+    shared = min(common_tokens(first, ids) for ids in prompts)
+    return first[: min(shared, min(map(len, prompts)) - 1)]
+
+
+def _logprobs(row: NDArray[np.float32], labels: Sequence[int]) -> NDArray[np.float64]:
+    _, named = next_token_logprobs(row, 0, tuple(labels))
+    return np.array([item.logprob for item in named], dtype=np.float64)
+
+
+def _room_hint(engine: Engine) -> str:
+    if engine.context_tokens < engine.spec.context_tokens:
+        most = engine.spec.context_tokens
+        return f"shorten the state, or raise --max-context, to {most} at most"
+    return "shorten the state"

@@ -1,0 +1,76 @@
+"""What AnyJev asks of a tokenizer, answered by the engine's; a state cannot pass for the template.
+
+AnyJev renders a prompt as one text and hands that text back to be read. Control tokens that a state
+or an option spells out are therefore replaced by stand-ins before the template sees them, and put
+back, as plain characters, when the text is encoded: see chat_prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from strata_cli.engine.engine import Engine
+from strata_cli.engine.model.chat_prompt import Shield
+
+
+class PromptTokenizer:
+    """The interface of a transformers tokenizer, as far as AnyJev uses it.
+
+    Args:
+        engine: whose tokenizer and chat template are used.
+
+    Attributes:
+        chat_template: source of the template, or None.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._tokenizer = engine.tokenizer
+        self._template = engine.chat_template
+        self.chat_template = None if self._template is None else self._template.source
+        self.protect(())
+
+    def protect(self, texts: Iterable[str]) -> None:
+        """Choose stand-ins that occur in none of the texts of the prompts to come.
+
+        No prompt's tokens depend on the choice.
+        """
+        known = [self.chat_template or "", *texts]
+        self._shield = Shield(self._tokenizer.control_texts, known)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a piece of plain text, such as a label."""
+        return self._tokenizer.encode(text, parse_special=False, add_bos=add_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **variables: bool,
+    ) -> str:
+        """The text of a conversation, with stand-ins; only for prompt_ids() to read.
+
+        Raises:
+            StrataError: see ChatTemplate.render.
+        """
+        assert self._template is not None
+        assert not tokenize
+        hidden = [
+            {**message, "content": self._shield.hide(message["content"])} for message in messages
+        ]
+        return self._template.render(
+            hidden, add_generation_prompt=add_generation_prompt, tools=None, **variables
+        )
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Token ids of a whole prompt, as AnyJev rendered it.
+
+        Raises:
+            InputError: the text has half a surrogate pair.
+        """
+        if self._template is None:
+            return self._tokenizer.encode(text, parse_special=False)
+        return self._tokenizer.encode(
+            text, parse_special=True, add_bos=False, restore=self._shield.restore
+        )
