@@ -42,6 +42,8 @@ stdin; a file of that name is given with its whole path.
 | 0 | done |
 | 1 | the run failed |
 | 2 | wrong setting, command line or input |
+| 3 | `decide`: the likeliest option of a question has less than `--threshold` |
+| 4 | `decide`: the likeliest option is not the one of `--expect` |
 | 130 | interrupted (Ctrl-C) |
 | 141 | whoever read stdout closed it; nothing is printed |"""
 

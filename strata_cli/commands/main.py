@@ -29,6 +29,9 @@ COMMANDS: Mapping[str, LazyCommand] = {
     "read": LazyCommand(
         "strata_cli.commands.read", "Read one prompt: next-token probabilities, or text."
     ),
+    "decide": LazyCommand(
+        "strata_cli.commands.decide", "Answer questions with fixed options about a text."
+    ),
     "trace": LazyCommand(
         "strata_cli.commands.trace", "Show what reading a prompt did and when; time one setting."
     ),

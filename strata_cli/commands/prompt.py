@@ -147,6 +147,15 @@ def input_bytes(file: Path) -> tuple[bytes, str]:
     return _read_file(file), path_text(file)
 
 
+def input_text(file: Path) -> str:
+    """A file's text, or that of stdin where it is "-".
+
+    Raises:
+        InputError: it cannot be read, or is not UTF-8.
+    """
+    return _decode(*input_bytes(file))
+
+
 def parse_ids(text: str, flag: str) -> list[int]:
     """Token ids written as "1,2,3", in plain ASCII digits.
 

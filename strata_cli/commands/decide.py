@@ -1,0 +1,204 @@
+"""`strata decide`: a state and questions with fixed answers in, probabilities out."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import orjson
+
+from strata_cli.commands.decision_report import (
+    Wanted,
+    decisions_as_json,
+    decisions_as_text,
+    exit_code,
+)
+from strata_cli.commands.opening import ENGINE_SETTINGS, STDIN_FILE, model_files, open_engine
+from strata_cli.commands.options import config_file_of, config_options, load_config, written
+from strata_cli.commands.prompt import STDIN, argument_text, input_text
+from strata_cli.commands.question_flags import QuestionFlags, expected_option
+from strata_cli.commands.streams import require_stdout
+from strata_cli.config import StrataConfig
+from strata_cli.decisions.decider import Decider, DecisionRules, Level, Prior
+from strata_cli.decisions.questions import check_distinct
+from strata_cli.errors import ConfigError, InputError
+from strata_cli.parsers import choice, file_path, number
+
+FILE = written(file_path)
+
+
+def _text(_context: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Callback of an option or argument that is one text, or a tuple of texts."""
+    name = param.human_readable_name if isinstance(param, click.Argument) else param.opts[-1]
+    if isinstance(value, tuple):
+        return tuple(argument_text(text, name) for text in value)
+    return None if value is None else argument_text(value, name)
+
+
+@click.command(short_help="Answer questions with fixed options about a text.")
+@click.argument("state", required=False, callback=_text)
+@click.option(
+    "-f", "--file", callback=FILE, metavar="FILE", help="Read the state from a file; - is stdin."
+)
+@click.option("-q", "--question", callback=_text, metavar="TEXT", help="What is to be decided.")
+@click.option(
+    "-o", "--option", "options", multiple=True, callback=_text, metavar="TEXT", help="An answer."
+)
+@click.option("--yes-no", is_flag=True, help="The answers are yes and no.")
+@click.option(
+    "--score",
+    "levels",
+    multiple=True,
+    callback=_text,
+    metavar="TEXT",
+    help="A level, lowest first; the answer is the expected one, from 0.",
+)
+@click.option(
+    "--scale",
+    nargs=2,
+    type=str,
+    metavar="LO HI",
+    help="The answer is a number from LO to HI, the expected one over equal bins.",
+)
+@click.option("--bins", metavar="N", help="Bins of the scale, 2 to 10.  [5]")
+@click.option(
+    "--questions",
+    callback=FILE,
+    metavar="FILE",
+    help="JSON (or .yaml) file with several questions by id; - is stdin.",
+)
+@click.option(
+    "--level",
+    callback=written(choice("raw", "L0")),
+    default="L0",
+    metavar="raw|L0",
+    help="raw: one read, options as listed. L0: every rotation, label bias removed.  [L0]",
+)
+@click.option(
+    "--prior",
+    callback=written(choice("content_free", "none", "batch")),
+    default="content_free",
+    metavar="content_free|none|batch",
+    help="What L0 takes for the labels' bias; batch depends on other states.  [content_free]",
+)
+@click.option(
+    "--threshold",
+    callback=written(number(0, 1)),
+    metavar="P",
+    help="Exit with 3 where the likeliest option has less.",
+)
+@click.option(
+    "--expect",
+    callback=_text,
+    metavar="TEXT",
+    help="Exit with 4 where another option is the likeliest.",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
+@config_options(*ENGINE_SETTINGS, "reuse", "progress")
+def decide(
+    state: str | None,
+    file: Path | None,
+    question: str | None,
+    options: tuple[str, ...],
+    yes_no: bool,
+    levels: tuple[str, ...],
+    scale: tuple[str, str] | None,
+    bins: str | None,
+    questions: Path | None,
+    level: Level,
+    prior: Prior,
+    threshold: float | None,
+    expect: str | None,
+    is_json: bool,
+    **flags: Any,
+) -> int:
+    """Decide about STATE and print the probability of every answer.
+
+    STATE may also come from --file or stdin, whose last line end is not part of it. It is read once
+    for all questions and orders of options. The same decision has the same bits every time.
+
+    \b
+    strata decide "A chess engine with a terminal interface." \\
+        --question "Which section does this package belong to?" --option games --option mail
+    strata decide --file report.txt --questions questions.json --json
+    strata decide --file mail.txt -q "Is this spam?" --yes-no --threshold 0.9 --expect yes
+    """
+    config = load_config(flags)
+    asked_by = QuestionFlags(
+        question=question,
+        options=options,
+        yes_no=yes_no,
+        levels=levels,
+        scale=scale,
+        bins=bins,
+        file=questions,
+    )
+    asked_by.check()
+    source = _state_source(state, file)
+    if source == Path(STDIN) and questions == Path(STDIN):
+        raise ConfigError(
+            "--questions and the state cannot both come from stdin", hint="give one as a file"
+        )
+    require_stdout()
+    asked = asked_by.questions()
+    check_distinct(asked)
+    wanted = Wanted(threshold, expected_option(expect, asked))
+    text = state if isinstance(source, str) else _without_line_end(input_text(source))
+    assert text is not None
+    if not text.strip():
+        raise InputError("the state is empty", hint="give some text to decide about")
+    inputs = _inputs(config, source, questions, config_file_of(flags))
+    rules = DecisionRules(level=level, prior=prior, reuse=config.reuse)
+    started = time.perf_counter()
+    with (
+        open_engine(config, will_chat=True, inputs=inputs) as engine,
+        Decider(engine, rules) as decider,
+    ):
+        load_ms = (time.perf_counter() - started) * 1e3
+        found = decider.decide(text, asked)
+        if is_json:
+            report = decisions_as_json(engine, found, wanted, load_ms)
+            click.echo(orjson.dumps(report, option=orjson.OPT_INDENT_2))
+        else:
+            click.echo(decisions_as_text(found, wanted))
+    return exit_code(found, wanted)
+
+
+def _state_source(state: str | None, file: Path | None) -> str | Path:
+    """The state itself, or the file that has it."""
+    if state is not None and file is not None:
+        raise ConfigError("STATE and --file cannot be used together", hint="give the state once")
+    if file is not None:
+        return file
+    if state is not None and state != STDIN:
+        return state
+    if state is None and sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty():
+        raise InputError("no state", hint='strata decide "your text", --file FILE, or pipe it in')
+    return Path(STDIN)
+
+
+def _without_line_end(text: str) -> str:
+    """A text as it would be given as an argument: `echo` and editors end it with a line end."""
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _inputs(
+    config: StrataConfig, state: str | Path, questions: Path | None, config_file: Path | None
+) -> dict[str, str]:
+    """Every file that the run reads, by what it is: no output may go there."""
+    files = {
+        "config file": config_file,
+        "expert profile": config.expert_profile,
+        "state's file": state if isinstance(state, Path) else None,
+        "questions' file": questions,
+    }
+    named = {
+        what: STDIN_FILE if str(path) == STDIN else os.fspath(path)
+        for what, path in files.items()
+        if path is not None
+    }
+    return model_files(config) | named
