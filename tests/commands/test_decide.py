@@ -17,6 +17,7 @@ from strata_cli.engine.engine import Engine
 STATE = "A fast multiplayer shooter in which teams fight over flags on many maps."
 SECTION = ["-q", "Which section does this package belong to?"]
 CHOICE = [*SECTION, "-o", "mail", "-o", "games", "-o", "python", "-o", "fonts"]
+YES_NO = ["-q", "Is this a game?", "--yes-no"]
 FILE = {
     "section": {"question": SECTION[1], "options": ["mail", "games"]},
     "game": {"question": "Is this a game?", "yes_no": True},
@@ -53,13 +54,11 @@ def test_the_json_object_has_the_documented_keys(capsys: pytest.CaptureFixture[s
     assert (result["version"], result["level"], result["abstained"]) == (1, "L0", [])
 
 
-def test_two_processes_agree_to_the_last_digit() -> None:
-    command = [sys.executable, "-m", "strata_cli", "decide", STATE, *CHOICE, "--json"]
-    first, second = (
-        orjson.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-        for _ in range(2)
-    )
-    assert first["questions"] == second["questions"]
+def test_two_processes_agree_to_the_last_digit(capsys: pytest.CaptureFixture[str]) -> None:
+    here = decide_json(capsys, STATE, *YES_NO)
+    command = [sys.executable, "-m", "strata_cli", "decide", STATE, *YES_NO, "--json"]
+    there = orjson.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    assert there["questions"] == here["questions"]
 
 
 def test_argument_file_and_stdin_are_one_state_and_reuse_moves_no_digit(
@@ -69,10 +68,10 @@ def test_argument_file_and_stdin_are_one_state_and_reuse_moves_no_digit(
     path.write_text(STATE + "\r\n", newline="")
     stdin(monkeypatch, f"{STATE}\n".encode())
     runs = [
-        decide_json(capsys, *source, *CHOICE, *more)
+        decide_json(capsys, *source, *YES_NO, *more)
         for source, more in (
             ([STATE], ["--no-reuse"]),
-            (["--file", str(path)], ["--prefill", "7"]),
+            (["--file", str(path)], ["--prefill", "50"]),
             (["-"], []),
         )
     ]
@@ -120,7 +119,7 @@ def test_scripts_see_how_it_ended(
 
 
 def test_a_batch_prior_is_named_as_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    args = [STATE, "-q", "Is this a game?", "--yes-no", "--prior", "batch"]
+    args = [STATE, *YES_NO, "--prior", "batch"]
     result = decide_json(capsys, *args)
     assert (result["depends_on_traffic"], result["canonical"]) == (True, False)
     assert run(strata, ["decide", *args]) == 0

@@ -10,7 +10,7 @@ from tests.model.tiny_model import write_tiny_model
 MESSAGES = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Which?"}]
 STATE = "A fast multiplayer shooter in which teams fight over flags on many maps."
 QUESTION = "Which section does this package belong to?"
-OPTIONS = ["mail", "games", "python", "fonts", "web"]
+OPTIONS = ["mail", "games", "python", "fonts"]
 
 
 def open_tiny(folder: pytest.TempPathFactory) -> Engine:

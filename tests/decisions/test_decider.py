@@ -40,7 +40,7 @@ def test_the_likeliest_option_is_right_and_probabilities_sum_to_one(engine: Engi
 def test_every_listing_of_the_options_gives_equal_probabilities(engine: Engine) -> None:
     found = set()
     with Decider(engine) as decider:
-        for listing in itertools.islice(itertools.permutations(OPTIONS), 0, 120, 29):
+        for listing in itertools.islice(itertools.permutations(OPTIONS), 0, 24, 5):
             question = questions.choice(QUESTION, listing)
             (decision,) = decider.decide(STATE, [question]).decisions
             assert tuple(decision.probabilities) == listing
@@ -51,10 +51,7 @@ def test_every_listing_of_the_options_gives_equal_probabilities(engine: Engine) 
 def test_one_read_of_the_state_changes_no_bit(engine: Engine) -> None:
     rules = DecisionRules(reuse=False)
     with Decider(engine) as decider, Decider(engine, rules) as anew:
-        shared, fresh = (
-            decider.decide(STATE, [CHOICE, YES_NO]),
-            anew.decide(STATE, [CHOICE, YES_NO]),
-        )
+        shared, fresh = (one.decide(STATE, [CHOICE]) for one in (decider, anew))
     assert shared.as_dict() == fresh.as_dict()
     assert fresh.tokens.reused_tokens == 0
     assert fresh.tokens.read_tokens == shared.tokens.prompt_tokens
@@ -66,7 +63,7 @@ def test_a_long_state_is_read_once_for_all_questions(engine: Engine) -> None:
     with Decider(engine, NO_PRIOR) as decider:
         tokens = decider.decide(state, ALL).tokens
     length = len(engine.tokenizer.encode(state, parse_special=False))
-    assert tokens.prompt_tokens > 9 * length
+    assert tokens.prompt_tokens > 8 * length
     assert tokens.read_tokens < 1.9 * length
 
 
@@ -83,9 +80,9 @@ def test_neither_traffic_nor_other_questions_nor_ids_move_an_answer(engine: Engi
 def test_values_are_those_of_anyjev(engine: Engine) -> None:
     with EngineBackend(engine, reuse=False) as backend, Decider(engine) as decider:
         theirs = anyjev.Decider(backend, prior="content_free", canonical_order=True).decide(
-            STATE, [question.spec for question in (YES_NO, SCALE)]
+            STATE, [question.spec for question in (YES_NO, LEVELS)]
         )
-        ours = decider.decide(STATE, [YES_NO, SCALE]).as_dict()
+        ours = decider.decide(STATE, [YES_NO, LEVELS]).as_dict()
     for id, expected in theirs.to_dict()["questions"].items():
         diagnostics = ours["questions"][id].pop("diagnostics")
         assert diagnostics["answer_mass"] == theirs[id].diagnostics["answer_mass"]
