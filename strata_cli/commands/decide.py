@@ -19,7 +19,8 @@ from strata_cli.commands.decision_report import (
 )
 from strata_cli.commands.opening import ENGINE_SETTINGS, STDIN_FILE, model_files, open_engine
 from strata_cli.commands.options import config_file_of, config_options, load_config, written
-from strata_cli.commands.prompt import STDIN, argument_text, input_text
+from strata_cli.commands.prompt import STDIN, input_text
+from strata_cli.commands.prompt_flags import utf8_text
 from strata_cli.commands.question_flags import QuestionFlags, expected_option
 from strata_cli.commands.streams import require_stdout
 from strata_cli.config import StrataConfig
@@ -31,29 +32,27 @@ from strata_cli.parsers import choice, file_path, number
 FILE = written(file_path)
 
 
-def _text(_context: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Callback of an option or argument that is one text, or a tuple of texts."""
-    name = param.human_readable_name if isinstance(param, click.Argument) else param.opts[-1]
-    if isinstance(value, tuple):
-        return tuple(argument_text(text, name) for text in value)
-    return None if value is None else argument_text(value, name)
-
-
 @click.command(short_help="Answer questions with fixed options about a text.")
-@click.argument("state", required=False, callback=_text)
+@click.argument("state", required=False, callback=utf8_text)
 @click.option(
     "-f", "--file", callback=FILE, metavar="FILE", help="Read the state from a file; - is stdin."
 )
-@click.option("-q", "--question", callback=_text, metavar="TEXT", help="What is to be decided.")
+@click.option("-q", "--question", callback=utf8_text, metavar="TEXT", help="What is to be decided.")
 @click.option(
-    "-o", "--option", "options", multiple=True, callback=_text, metavar="TEXT", help="An answer."
+    "-o",
+    "--option",
+    "options",
+    multiple=True,
+    callback=utf8_text,
+    metavar="TEXT",
+    help="An answer.",
 )
 @click.option("--yes-no", is_flag=True, help="The answers are yes and no.")
 @click.option(
     "--score",
     "levels",
     multiple=True,
-    callback=_text,
+    callback=utf8_text,
     metavar="TEXT",
     help="A level, lowest first; the answer is the expected one, from 0.",
 )
@@ -93,7 +92,7 @@ def _text(_context: click.Context, param: click.Parameter, value: Any) -> Any:
 )
 @click.option(
     "--expect",
-    callback=_text,
+    callback=utf8_text,
     metavar="TEXT",
     help="Exit with 4 where another option is the likeliest.",
 )

@@ -21,7 +21,8 @@ from strata_cli.commands.opening import (
 )
 from strata_cli.commands.options import config_file_of, config_options, load_config, written
 from strata_cli.commands.progress import progress_bar
-from strata_cli.commands.prompt import PromptSource, argument_text, parse_ids
+from strata_cli.commands.prompt import PromptSource, parse_ids
+from strata_cli.commands.prompt_flags import prompt_options, utf8_text
 from strata_cli.commands.report import as_json, as_table
 from strata_cli.commands.streams import require_stdout
 from strata_cli.commands.suffixes import (
@@ -45,37 +46,13 @@ NEW_FILE = written(new_file_path)
 COUNT = written(whole_number(0))
 
 
-def _text(_context: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Callback of an option or argument that is one text, or a tuple of texts."""
-    name = param.human_readable_name if isinstance(param, click.Argument) else param.opts[-1]
-    if isinstance(value, tuple):
-        return tuple(argument_text(text, name) for text in value)
-    return None if value is None else argument_text(value, name)
-
-
 @click.command(short_help="Read one prompt: next-token probabilities, or text.")
-@click.argument("prompt", required=False, callback=_text)
-@click.option(
-    "-f",
-    "--file",
-    callback=FILE,
-    metavar="FILE",
-    help="Read the prompt from a text file; - is stdin.",
-)
-@click.option("--tokens", metavar="IDS", help="Prompt as token ids: 1,2,3.")
-@click.option(
-    "--tokens-file", callback=FILE, metavar="FILE", help="Prompt as a JSON list of ids; - is stdin."
-)
-@click.option("--raw", is_flag=True, help="Read the text as it is, without a chat template.")
-@click.option("--chat", is_flag=True, help="Read as a user's turn (the default when possible).")
-@click.option(
-    "--system", callback=_text, metavar="TEXT", help="System message in front of the chat."
-)
+@prompt_options
 @click.option("--top", callback=COUNT, metavar="K", help="Report the K likeliest tokens.")
 @click.option(
     "--allowed",
     multiple=True,
-    callback=_text,
+    callback=utf8_text,
     metavar="TEXT",
     help="Report this one-token text. Repeatable.",
 )

@@ -21,6 +21,7 @@ from strata_cli.commands.opening import (
 from strata_cli.commands.options import config_file_of, config_options, load_config, written
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import STDIN, PromptSource
+from strata_cli.commands.prompt_flags import prompt_options
 from strata_cli.commands.streams import require_stdout
 from strata_cli.commands.trace_arms import Arms
 from strata_cli.config import StrataConfig
@@ -38,21 +39,7 @@ IDENTITY_TOKENS = 64  # generated, where nothing else is asked for
 
 
 @click.command(short_help="Show what reading a prompt did and when; time one setting.")
-@click.argument("prompt", required=False)
-@click.option(
-    "-f",
-    "--file",
-    callback=FILE,
-    metavar="FILE",
-    help="Read the prompt from a text file; - is stdin.",
-)
-@click.option("--tokens", metavar="IDS", help="Prompt as token ids: 1,2,3.")
-@click.option(
-    "--tokens-file", callback=FILE, metavar="FILE", help="Prompt as a JSON list of ids; - is stdin."
-)
-@click.option("--raw", is_flag=True, help="Read the text as it is, without a chat template.")
-@click.option("--chat", is_flag=True, help="Read as a user's turn (the default when possible).")
-@click.option("--system", metavar="TEXT", help="System message in front of the chat.")
+@prompt_options
 @click.option(
     "--from",
     "trace_file",

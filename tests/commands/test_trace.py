@@ -168,3 +168,13 @@ def test_what_cannot_be_is_refused_with_exit_code_2(
 ) -> None:
     assert run(strata, ["trace", *args]) == 2
     assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "name"), [(["\udcff"], "PROMPT"), (["x", "--system", "\udcff"], "--system")]
+)
+def test_a_text_that_is_not_utf8_is_refused_as_read_refuses_it(
+    capsys: pytest.CaptureFixture[str], args: list[str], name: str
+) -> None:
+    assert run(strata, ["trace", *args]) == 2
+    assert f"{name} is not UTF-8 text: byte 0xff at offset 0" in capsys.readouterr().err
