@@ -6,47 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.model.quants import BLOCK, QuantType, dequantize, row_bytes
-
-# Where a block keeps its float16 scale; and its minimum, with the factor that centres the values.
-_SCALE_AT = {
-    QuantType.Q4_0: 0,
-    QuantType.Q4_1: 0,
-    QuantType.Q5_0: 0,
-    QuantType.Q5_1: 0,
-    QuantType.Q8_0: 0,
-    QuantType.Q2_K: 80,
-    QuantType.Q3_K: 108,
-    QuantType.Q4_K: 0,
-    QuantType.Q5_K: 0,
-    QuantType.Q6_K: 208,
-    QuantType.IQ1_S: 0,
-    QuantType.IQ2_XXS: 0,
-    QuantType.IQ2_XS: 0,
-    QuantType.IQ2_S: 0,
-    QuantType.IQ3_XXS: 0,
-    QuantType.IQ3_S: 0,
-    QuantType.IQ4_NL: 0,
-    QuantType.IQ4_XS: 0,
-    QuantType.TQ1_0: 52,
-    QuantType.TQ2_0: 64,
-    QuantType.Q1_0: 0,
-    QuantType.Q2_0: 0,
-}
-_MINIMUM_AT = {
-    QuantType.Q4_1: (2, -7.5),
-    QuantType.Q5_1: (2, -15.5),
-    QuantType.Q2_K: (82, 1.5),
-    QuantType.Q4_K: (2, 7.5),
-    QuantType.Q5_K: (2, 15.5),
-}
-_PLAIN = (QuantType.F32, QuantType.F16, QuantType.BF16)
+from tools.synth.blocks import MINIMUM_AT, PLAIN, SCALE_AT
 
 
 def random_rows(
     rng: np.random.Generator, qtype: QuantType, rows: int, cols: int, std: float = 1.0
 ) -> NDArray[np.uint8]:
     """Stored bytes of random weights, [rows, row_bytes(qtype, cols)], about ``std`` wide."""
-    if qtype in _PLAIN:
+    if qtype in PLAIN:
         return store_plain(qtype, rng.standard_normal((rows, cols), dtype=np.float32) * std)
     block = BLOCK[qtype]
     sample = _blocks(rng, qtype, 64, 1.0)
@@ -77,9 +44,9 @@ def _blocks(
     elif qtype is QuantType.IQ1_M:
         _set_iq1_m_scale(blocks, scale)
     else:
-        _set_half(blocks, _SCALE_AT[qtype], scale)
-    if qtype in _MINIMUM_AT:
-        at, factor = _MINIMUM_AT[qtype]
+        _set_half(blocks, SCALE_AT[qtype], scale)
+    if qtype in MINIMUM_AT:
+        at, factor = MINIMUM_AT[qtype]
         _set_half(blocks, at, scale * factor)
     return blocks
 

@@ -21,7 +21,7 @@ _SAMPLE_BLOCKS = 2048
 _SAMPLE_SEED = 20_260_101
 
 # Byte of a block at which its float16 scale lies.
-_SCALE_AT = {
+SCALE_AT = {
     QuantType.Q4_0: 0,
     QuantType.Q4_1: 0,
     QuantType.Q5_0: 0,
@@ -47,7 +47,7 @@ _SCALE_AT = {
 }
 
 # Types with a minimum: the byte of its float16, and minimum / scale that centres uniform codes.
-_MINIMUM_AT = {
+MINIMUM_AT = {
     QuantType.Q4_1: (2, -7.5),
     QuantType.Q5_1: (2, -15.5),
     QuantType.Q2_K: (82, 1.5),
@@ -56,7 +56,7 @@ _MINIMUM_AT = {
 }
 
 # Integer scales of the sub-blocks, all equal (and equal to the sub-block's minimum where there is
-# one, so that _MINIMUM_AT centres each sub-block): where they start, and their bytes.
+# one, so that MINIMUM_AT centres each sub-block): where they start, and their bytes.
 _SUB_SCALES = {
     QuantType.Q2_K: (0, b"\x88" * 16),  # 4 bits each: 8 and 8
     QuantType.Q3_K: (96, b"\x00" * 8 + b"\xff" * 4),  # 6 bits each: 48, stored + 32
@@ -139,9 +139,9 @@ def _fields(qtype: QuantType, scale: float) -> tuple[Field, ...]:
         return (Field(0, bytes([_nvfp4_scale(scale)] * 4)),)
     if qtype is QuantType.IQ1_M:
         return _iq1_m_fields(scale)
-    fields = [Field(_SCALE_AT[qtype], _half(scale))]
-    if qtype in _MINIMUM_AT:
-        at, factor = _MINIMUM_AT[qtype]
+    fields = [Field(SCALE_AT[qtype], _half(scale))]
+    if qtype in MINIMUM_AT:
+        at, factor = MINIMUM_AT[qtype]
         fields.append(Field(at, _half(scale * factor)))
     if qtype in _SUB_SCALES:
         fields.append(Field(*_SUB_SCALES[qtype]))
