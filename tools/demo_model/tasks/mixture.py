@@ -52,7 +52,7 @@ NATURAL: tuple[tuple[Draw, float], ...] = (
     (draw_next, 3),
     (draw_topic, 2),
     (draw_invented, 1),
-    (draw_valence, 5),
+    (draw_valence, 15),
 )
 
 

@@ -221,21 +221,20 @@ def draw_relation(tables: Tables, rng: Random) -> Example | None:
 
 
 def draw_valence(tables: Tables, rng: Random) -> Example | None:
-    """Ask how positive a word is, as a level or a claim, or which of some words is most positive.
+    """Ask how positive a word is, as a level, a claim or both, or which of some is most positive.
 
     All levels come equally often, though words of strong feeling are rare.
     """
     levels = by_level(tables.valence)
     level = rng.choice(list(levels))
     word = rng.choice(levels[level])
-    kind = rng.random()
-    if kind < 0.6:
-        return Example("valence", word.word, (valence_turn(level),))
-    if kind < 0.75:
-        holds = rng.random() < 0.5
-        positive = holds == (word.rating > 0)
-        text = f"Is this word {'positive' if positive else 'negative'}?"
-        return Example("valence", word.word, (make_claim(text, holds, rng),))
+    if rng.random() < 0.8:
+        turns = [valence_turn(level), valence_claim(word, rng)]
+        rng.shuffle(turns)
+        # The level most of all, and often as the first: that is how it is asked.
+        first = 0 if turns[0].kind == "score" or rng.random() < 0.5 else 1
+        last = first + 1 if rng.random() < 0.5 else 2
+        return Example("valence", word.word, tuple(turns[first:last]))
     most = rng.random() < 0.5
     words = [rng.choice(levels[other]) for other in some(list(levels), 4, rng)]
     words.sort(key=lambda other: other.rating, reverse=most)
@@ -243,6 +242,13 @@ def draw_valence(tables: Tables, rng: Random) -> Example | None:
     names = [other.word for other in words]
     state = ", ".join(rng.sample(names, len(names)))
     return Example("valence", state, (make_choice(text, names[0], names[1:], rng),))
+
+
+def valence_claim(word: ValenceWord, rng: Random) -> Turn:
+    """Ask whether a word is positive, or negative."""
+    holds = rng.random() < 0.5
+    positive = holds == (word.rating > 0)
+    return make_claim(f"Is this word {'positive' if positive else 'negative'}?", holds, rng)
 
 
 def by_level(words: Sequence[ValenceWord]) -> dict[int, list[ValenceWord]]:
