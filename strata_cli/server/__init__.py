@@ -1,0 +1,1 @@
+"""The HTTP server: routes, access rules and the queue, and the process that runs the engine."""
