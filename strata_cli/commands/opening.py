@@ -14,11 +14,9 @@ from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import PromptSource
 from strata_cli.config import StrataConfig
 from strata_cli.engine.decode.sampling import Sampler
-from strata_cli.engine.engine import Engine, EngineOptions
-from strata_cli.engine.experts.sizing import RING_BYTES, RingRules
-from strata_cli.engine.experts.streaming import StreamOptions
+from strata_cli.engine.engine import Engine
 from strata_cli.engine.model.shards import files_of_model
-from strata_cli.engine.prefill.prompt_stream import StreamRules
+from strata_cli.engine.options import engine_options
 from strata_cli.engine.trace import STDERR, Sink, Trace, open_trace
 from strata_cli.models import DEMO_MODEL_PATH
 
@@ -100,44 +98,12 @@ def sampler_of(config: StrataConfig) -> Sampler:
 
 
 def _open(config: StrataConfig, trace: Trace, *, will_chat: bool) -> Engine:
-    options = EngineOptions(
-        model=config.model or DEMO_MODEL_PATH,
-        device=config.device,
-        threads=config.threads,
-        vram_bytes=config.vram_bytes,
-        vram_reserve_bytes=config.vram_reserve_mib << 20,
-        max_context=config.max_context,
-        prefill=config.prefill,
-        expert_cache=config.expert_cache,
-        expert_profile=config.expert_profile,
-        streaming=_streaming(config),
-        will_chat=will_chat,
-        trace=trace,
-        prefill_dump_r=config.prefill_dump_r,
-    )
+    options = engine_options(config, will_chat=will_chat, trace=trace)
     with (
         progress_bar("loading", "B", config.progress, scale=True) as loading,
         progress_bar("compiling", "kernel", config.progress) as compiling,
     ):
         return Engine.open(options, loading, notice=_notice, compiling=compiling)
-
-
-def _streaming(config: StrataConfig) -> StreamRules:
-    return StreamRules(
-        ring=RingRules(
-            stream_min=config.prefill_stream_min,
-            slots=config.prefill_ring,
-            budget_bytes=RING_BYTES if config.ring_bytes else 0,
-        ),
-        stream=StreamOptions(
-            skips_unrouted=config.prefill_routed_stream is not False,
-            depth=config.prefill_routed_stream_depth,
-            has_thread=config.prefill_issuer,
-            watchdog_s=config.watchdog_s,
-        ),
-        is_likely=config.prefill_order == "likely",
-        kept_slots=config.prefill_keep,
-    )
 
 
 def _check_outputs(config: StrataConfig, inputs: Mapping[str, str]) -> None:

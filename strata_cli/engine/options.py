@@ -1,0 +1,56 @@
+"""From settings to what shapes an engine: the same for every command and for the server."""
+
+from __future__ import annotations
+
+from strata_cli.config import StrataConfig
+from strata_cli.engine.engine import EngineOptions
+from strata_cli.engine.experts.sizing import RING_BYTES, RingRules
+from strata_cli.engine.experts.streaming import StreamOptions
+from strata_cli.engine.prefill.prompt_stream import StreamRules
+from strata_cli.engine.trace import NO_TRACE, Trace
+from strata_cli.models import DEMO_MODEL_PATH
+
+
+def engine_options(
+    config: StrataConfig, *, will_chat: bool = False, trace: Trace = NO_TRACE
+) -> EngineOptions:
+    """What the settings say of an engine.
+
+    Args:
+        config: the settings; without a model they mean the embedded one.
+        will_chat: prompts go through the chat template.
+        trace: told of what the engine does.
+    """
+    return EngineOptions(
+        model=config.model or DEMO_MODEL_PATH,
+        device=config.device,
+        threads=config.threads,
+        vram_bytes=config.vram_bytes,
+        vram_reserve_bytes=config.vram_reserve_mib << 20,
+        max_context=config.max_context,
+        prefill=config.prefill,
+        expert_cache=config.expert_cache,
+        expert_profile=config.expert_profile,
+        streaming=_streaming(config),
+        will_chat=will_chat,
+        trace=trace,
+        prefill_dump_r=config.prefill_dump_r,
+    )
+
+
+def _streaming(config: StrataConfig) -> StreamRules:
+    return StreamRules(
+        ring=RingRules(
+            stream_min=config.prefill_stream_min,
+            slots=config.prefill_ring,
+            budget_bytes=RING_BYTES if config.ring_bytes else 0,
+        ),
+        stream=StreamOptions(
+            skips_unrouted=config.prefill_routed_stream is not False,
+            depth=config.prefill_routed_stream_depth,
+            has_thread=config.prefill_issuer,
+            watchdog_s=config.watchdog_s,
+        ),
+        is_likely=config.prefill_order == "likely",
+        kept_slots=config.prefill_keep,
+    )
