@@ -57,6 +57,10 @@ class ShapeError(StrataError):
     """An array handed to a kernel has the wrong shape or dtype."""
 
 
+class Cancelled(StrataError):  # noqa: N818 - an end that was asked for, not a fault
+    """Another thread asked for the end of a read, see engine/cancelling.py."""
+
+
 class StateError(StrataError):
     """A sequence or snapshot cannot be used the way it was asked to be."""
 

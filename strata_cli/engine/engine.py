@@ -11,6 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.compiling import compile_ahead
 from strata_cli.engine.decode.step import Decoder
 from strata_cli.engine.device import RESERVE_BYTES, open_device
@@ -338,7 +339,12 @@ class Sequence:
         return self._state.is_consistent
 
     def prefill(
-        self, ids: list[int], *, logits: Wanted = "last", progress: Progress | None = None
+        self,
+        ids: list[int],
+        *,
+        logits: Wanted = "last",
+        progress: Progress | None = None,
+        cancellation: Cancellation = NEVER,
     ) -> NDArray[np.float32]:
         """Read tokens in chunks; the cuts do not change a bit of the result.
 
@@ -346,6 +352,7 @@ class Sequence:
             ids: at least one token id.
             logits: which rows' logits to return.
             progress: called with (tokens read, tokens in all) after each chunk.
+            cancellation: ends it between two chunks, or while a chunk waits for its experts.
 
         Returns:
             "last": [V]; "all": [len(ids), V]; "none": [0].
@@ -353,6 +360,7 @@ class Sequence:
         Raises:
             InputError: no tokens, an id outside the vocabulary, or more than the context holds.
             StateError: an earlier call was interrupted halfway.
+            Cancelled: the chunks before are read; see is_consistent.
         """
         self._check(ids)
         engine = self._engine
@@ -366,6 +374,7 @@ class Sequence:
                 progress=progress,
                 watch=engine._watch,
                 streamer=engine._streamer,
+                cancellation=cancellation,
             )
 
     def step(self, token_id: int) -> NDArray[np.float32]:
@@ -380,10 +389,16 @@ class Sequence:
             self._engine._streamer.settle()
         return self._decoder.step(token_id)
 
-    def score(self, suffixes: list[list[int]]) -> list[NDArray[np.float32]]:
+    def score(
+        self, suffixes: list[list[int]], *, cancellation: Cancellation = NEVER
+    ) -> list[NDArray[np.float32]]:
         """Read each suffix as if the sequence went on by it alone; the sequence stays as it is.
 
         Many suffixes share a pass. Snapshots of later positions can no longer be restored.
+
+        Args:
+            suffixes: each at least one token.
+            cancellation: ends it between two passes, or while one waits for its experts.
 
         Returns:
             For each suffix the logits [V] of its last token, equal in every bit to those that
@@ -393,6 +408,7 @@ class Sequence:
             InputError: a suffix is empty, has an id outside the vocabulary or does not fit the
                 context; names the suffix.
             StateError: an earlier call was interrupted halfway.
+            Cancelled: somebody asked for the end.
         """
         self._require_open()
         for number, suffix in enumerate(suffixes, 1):
@@ -412,6 +428,7 @@ class Sequence:
                 suffixes,
                 watch=engine._watch,
                 streamer=engine._streamer,
+                cancellation=cancellation,
             )
 
     def snapshot(self) -> Snapshot:

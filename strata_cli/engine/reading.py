@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.decode.sampling import Sampler, choose
 from strata_cli.engine.engine import Engine, Sequence
 from strata_cli.engine.forward.state import StateHash
@@ -115,6 +116,7 @@ def read(
     *,
     on_token: Callable[[int], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    cancellation: Cancellation = NEVER,
 ) -> ReadResult:
     """Read a prompt into a sequence and answer the request.
 
@@ -124,18 +126,22 @@ def read(
         request: what to report.
         on_token: called with each generated token as soon as it is known.
         progress: called with (tokens read, tokens in all) while the prompt is read.
+        cancellation: ends the prompt, see Sequence.prefill, or the answer before its next token.
 
     Raises:
         InputError: the prompt is empty, has ids outside the vocabulary, or prompt and answer do
             not fit the context.
+        Cancelled: somebody asked for the end.
     """
     _check_room(engine, sequence.position, request)
     started = time.perf_counter()
     wanted: Wanted = "all" if request.all_logits else "last"
-    logits = sequence.prefill(request.ids, logits=wanted, progress=progress)
+    logits = sequence.prefill(
+        request.ids, logits=wanted, progress=progress, cancellation=cancellation
+    )
     prompt_s = time.perf_counter() - started
     prompt = _Prompt(logits, 0, prompt_s)
-    return _answer(engine, sequence, request, prompt, on_token)
+    return _answer(engine, sequence, request, prompt, on_token, cancellation)
 
 
 def read_in(
@@ -144,23 +150,33 @@ def read_in(
     *,
     on_token: Callable[[int], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    cancellation: Cancellation = NEVER,
 ) -> ReadResult:
     """Read a prompt in a session, resuming from what it knows, and answer the request.
 
     A request for all logits reads everything anew, in a sequence of its own.
 
     Raises:
-        InputError: see read().
+        InputError, Cancelled: see read().
     """
     engine = session.engine
     if request.all_logits:
         with engine.sequence() as sequence:
-            return read(engine, sequence, request, on_token=on_token, progress=progress)
+            return read(
+                engine,
+                sequence,
+                request,
+                on_token=on_token,
+                progress=progress,
+                cancellation=cancellation,
+            )
     _check_room(engine, 0, request)
     started = time.perf_counter()
-    logits, reused = session.read(request.ids, reuse=request.reuse, progress=progress)
+    logits, reused = session.read(
+        request.ids, reuse=request.reuse, progress=progress, cancellation=cancellation
+    )
     prompt = _Prompt(logits, reused, time.perf_counter() - started)
-    return _answer(engine, session.sequence, request, prompt, on_token)
+    return _answer(engine, session.sequence, request, prompt, on_token, cancellation)
 
 
 class _Prompt(NamedTuple):
@@ -177,11 +193,12 @@ def _answer(
     request: ReadRequest,
     prompt: _Prompt,
     on_token: Callable[[int], None] | None,
+    cancellation: Cancellation,
 ) -> ReadResult:
     last = prompt.logits[-1] if request.all_logits else prompt.logits
     top, allowed = next_token_logprobs(last, request.top, request.allowed_ids)
     started = time.perf_counter()
-    generated, finish, steps = _generate(engine, sequence, request, last, on_token)
+    generated, finish, steps = _generate(engine, sequence, request, last, on_token, cancellation)
     generate_s = time.perf_counter() - started
     read_tokens = len(request.ids) - prompt.reused_tokens
     return ReadResult(
@@ -248,6 +265,7 @@ def _generate(
     request: ReadRequest,
     logits: NDArray[np.float32],
     on_token: Callable[[int], None] | None,
+    cancellation: Cancellation,
 ) -> tuple[list[int], FinishReason | None, int]:
     generated: list[int] = []
     if not request.max_tokens:
@@ -261,6 +279,7 @@ def _generate(
             on_token(token_id)
         if _is_stuck(generated) or index + 1 == request.max_tokens:
             break
+        cancellation.check()
         logits = sequence.step(token_id)
     return generated, "length", len(generated)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.conversations import Conversation, ConversationCache, Parked
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.forward.loading import Progress
@@ -62,7 +63,12 @@ class Session:
         self._rules = rules
 
     def read(
-        self, ids: list[int], *, reuse: bool = True, progress: Progress | None = None
+        self,
+        ids: list[int],
+        *,
+        reuse: bool = True,
+        progress: Progress | None = None,
+        cancellation: Cancellation = NEVER,
     ) -> PromptRead:
         """Read a prompt; the live sequence holds it, and nothing else, afterwards.
 
@@ -70,9 +76,11 @@ class Session:
             ids: the whole prompt, at least one token.
             reuse: False reads all of it anew; it may still be reused later.
             progress: called with (tokens read, tokens to read) after each chunk.
+            cancellation: see Sequence.prefill.
 
         Raises:
             InputError: see Engine.check; nothing has changed then.
+            Cancelled: what was read so far may be reused.
         """
         self.engine.check(ids)
         kept = self._go_to(ids, needs_logits=True, reuse=reuse)
@@ -81,10 +89,15 @@ class Session:
             assert kept is not None
             assert kept.logits is not None
             return PromptRead(kept.logits.copy(), start)
-        return PromptRead(self._read_on(ids, "last", progress), start)
+        return PromptRead(self._read_on(ids, "last", progress, cancellation), start)
 
     def score_suffixes(
-        self, prefix_ids: list[int], suffixes: list[list[int]], *, reuse: bool = True
+        self,
+        prefix_ids: list[int],
+        suffixes: list[list[int]],
+        *,
+        reuse: bool = True,
+        cancellation: Cancellation = NEVER,
     ) -> list[NDArray[np.float32]]:
         """The logits [V] after the prefix and each suffix; the prefix is read once at most.
 
@@ -94,30 +107,36 @@ class Session:
             prefix_ids: may be empty.
             suffixes: each at least one token.
             reuse: False reads the prefix anew.
+            cancellation: see Sequence.prefill and Sequence.score.
 
         Raises:
             InputError: prefix or suffixes cannot be read, or do not fit the context together.
+            Cancelled: what was read so far may be reused.
         """
-        self.read_prefix(prefix_ids, reuse=reuse)
-        rows = self.sequence.score(suffixes)
+        self.read_prefix(prefix_ids, reuse=reuse, cancellation=cancellation)
+        rows = self.sequence.score(suffixes, cancellation=cancellation)
         self.read_tokens += sum(map(len, suffixes))
         return rows
 
-    def read_prefix(self, ids: list[int], *, reuse: bool = True) -> None:
+    def read_prefix(
+        self, ids: list[int], *, reuse: bool = True, cancellation: Cancellation = NEVER
+    ) -> None:
         """Read what prompts to come begin with; the live sequence holds it, and nothing else.
 
         Args:
             ids: may be empty.
             reuse: False reads it anew.
+            cancellation: see Sequence.prefill.
 
         Raises:
             InputError: see Engine.check; nothing has changed then.
+            Cancelled: what was read so far may be reused.
         """
         if ids:
             self.engine.check(ids)
         self._go_to(ids, needs_logits=False, reuse=reuse)
         if self.sequence.position < len(ids):
-            self._read_on(ids, "none", None)
+            self._read_on(ids, "none", None, cancellation)
 
     def close(self) -> None:
         """Gives the sequence's memory back. Safe to call twice."""
@@ -190,7 +209,11 @@ class Session:
             self.conversations.park(Conversation(sequence.park(), checkpoints))
 
     def _read_on(
-        self, ids: list[int], wanted: Wanted, progress: Progress | None
+        self,
+        ids: list[int],
+        wanted: Wanted,
+        progress: Progress | None,
+        cancellation: Cancellation,
     ) -> NDArray[np.float32]:
         """Read the rest of the ids, leaving checkpoints on the grid and at the end."""
         sequence, cache, start = self.sequence, self.cache, self.sequence.position
@@ -202,6 +225,7 @@ class Session:
                 ids[position:stop],
                 logits=wanted if is_end else "none",
                 progress=_shifted(progress, position - start, len(ids) - start),
+                cancellation=cancellation,
             )
             self.read_tokens += stop - position
             if self._rules.prompt_cache:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
 from strata_cli.engine.experts.sizing import RingRules
 from strata_cli.engine.experts.store import ExpertStore
@@ -193,13 +194,17 @@ def failing(owner: Any, names: tuple[str, ...], after: int, error: BaseException
 
 
 def break_off(
-    engine: Engine, sequence: Sequence, error: type[BaseException], match: str | None = None
+    engine: Engine,
+    sequence: Sequence,
+    error: type[BaseException],
+    match: str | None = None,
+    cancellation: Cancellation = NEVER,
 ) -> None:
     """Read until the error comes: the sequence says so, and all experts are where they were."""
     cache = store_of(engine).cache
     held = cache.pair_in.copy()
     with pytest.raises(error, match=match):
-        sequence.prefill(list(TURNS[0]))
+        sequence.prefill(list(TURNS[0]), cancellation=cancellation)
     assert not issuers()
     assert cache.loan is None
     assert (cache.pair_in == held).all()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.forward.branch import BranchRoom
 from strata_cli.engine.forward.layers import Batch, Forward, Segment
@@ -15,6 +16,7 @@ from strata_cli.engine.forward.state import SequenceState
 from strata_cli.engine.prefill.chunks import enqueue_pass, prefill, streaming
 from strata_cli.engine.prefill.streamer import PromptStreamer
 from strata_cli.engine.prefill.watching import NO_WATCH, Watch
+from strata_cli.errors import Cancelled
 
 
 def plan_batches(lengths: Sequence[int], most_rows: int) -> Iterator[range]:
@@ -43,6 +45,7 @@ def read_branches(
     *,
     watch: Watch = NO_WATCH,
     streamer: PromptStreamer | None = None,
+    cancellation: Cancellation = NEVER,
 ) -> list[NDArray[np.float32]]:
     """The logits that each suffix would end in if the sequence went on by it alone.
 
@@ -56,22 +59,39 @@ def read_branches(
         suffixes: each at least one token; each fits the context behind the position.
         watch: looks on.
         streamer: brings experts that are not resident; None: all are.
+        cancellation: ends it between two passes, or where a pass's experts are waited for.
 
     Returns:
         One row [V] for each suffix.
+
+    Raises:
+        Cancelled: the sequence is where it was, and whole.
     """
     most_rows = forward.workspace.num_tokens
     rows: list[NDArray[np.float32]] = []
     for batch in plan_batches([len(ids) for ids in suffixes], most_rows):
+        cancellation.check()
         together = [suffixes[index] for index in batch]
         if len(together[0]) > most_rows:
             snapshot = state.snapshot()
-            row = prefill(forward, port, state, together[0], watch=watch, streamer=streamer)
+            try:
+                row = prefill(
+                    forward,
+                    port,
+                    state,
+                    together[0],
+                    watch=watch,
+                    streamer=streamer,
+                    cancellation=cancellation,
+                )
+            except Cancelled:
+                state.restore(snapshot)
+                raise
             state.restore(snapshot)
             rows.append(row)
             continue
         num_tokens = sum(map(len, together))
-        with streaming(streamer, num_tokens, most_rows) as stream:
+        with streaming(streamer, num_tokens, most_rows, cancellation) as stream:
             state.begin_branches()
             segments = _branches(state, room, together)
             ring_slots = 0 if stream is None else stream.ring_slots(num_tokens)

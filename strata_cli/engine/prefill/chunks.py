@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.forward.layers import Batch, Forward
 from strata_cli.engine.forward.rows import RowPort, advancing, positions_of, single
 from strata_cli.engine.forward.state import SequenceState
@@ -30,6 +31,7 @@ def prefill(
     progress: Progress | None = None,
     watch: Watch = NO_WATCH,
     streamer: PromptStreamer | None = None,
+    cancellation: Cancellation = NEVER,
 ) -> NDArray[np.float32]:
     """Read tokens into a sequence, in chunks of at most the workspace's tokens.
 
@@ -44,14 +46,19 @@ def prefill(
         progress: called with (tokens read, tokens in all) after each chunk.
         watch: looks on.
         streamer: brings experts that are not resident; None: all are.
+        cancellation: ends it between two chunks, or where a chunk's experts are waited for.
 
     Returns:
         "last": logits [V] of the last token; "all": [len(ids), V]; "none": [0].
+
+    Raises:
+        Cancelled: the chunks before are read, and the sequence is whole unless one was under way.
     """
     chunk_tokens = forward.workspace.num_tokens
     collected: list[NDArray[np.float32]] = []
-    with streaming(streamer, len(ids), chunk_tokens) as stream:
+    with streaming(streamer, len(ids), chunk_tokens, cancellation) as stream:
         for start in range(0, len(ids), chunk_tokens):
+            cancellation.check()
             chunk = ids[start : start + chunk_tokens]
             _read_chunk(forward, port, state, chunk, watch, stream)
             if wanted == "all":
@@ -72,7 +79,10 @@ def prefill(
 
 @contextmanager
 def streaming(
-    streamer: PromptStreamer | None, num_tokens: int, chunk_tokens: int
+    streamer: PromptStreamer | None,
+    num_tokens: int,
+    chunk_tokens: int,
+    cancellation: Cancellation = NEVER,
 ) -> Iterator[PromptStream | None]:
     """Around passes over so many tokens: what streams their experts, None where all are resident.
 
@@ -80,11 +90,12 @@ def streaming(
         streamer: of the engine, or None.
         num_tokens: of all passes together.
         chunk_tokens: most in one pass.
+        cancellation: ends the waits for experts.
     """
     if streamer is None:
         yield None
     else:
-        with streamer.prompt(num_tokens, chunk_tokens) as stream:
+        with streamer.prompt(num_tokens, chunk_tokens, cancellation) as stream:
             yield stream
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.device.base import Device, Stream, Tensor
 from strata_cli.engine.experts.entries import RingShape, rank_experts
 from strata_cli.engine.experts.keeping import KeptBlobs
@@ -156,6 +157,7 @@ class PromptStream:
         history: of the engine.
         slots: uint8 [n, slot_bytes]; None: every chunk finds its experts where they are.
         ring_slots: of those that are the ring of long chunks; blobs are kept in the others.
+        cancellation: ends the waits of chunks.
     """
 
     def __init__(
@@ -166,6 +168,7 @@ class PromptStream:
         history: History,
         slots: Tensor | None,
         ring_slots: int,
+        cancellation: Cancellation = NEVER,
     ) -> None:
         self._rings = rings
         self._setting = rings.setting
@@ -174,6 +177,7 @@ class PromptStream:
         self._history = history
         self._slots = slots
         self._ring_slots = ring_slots
+        self._cancellation = cancellation
         self._current_slots = 0
         self._kept: KeptBlobs | None = None
 
@@ -190,6 +194,9 @@ class PromptStream:
         """Around the pass of a chunk; gives its feed, None where experts are used as they lie.
 
         Leaving waits until every copy is on its way, and raises what failed.
+
+        Raises:
+            Cancelled: while the chunk's experts were waited for.
         """
         num_slots = self.ring_slots(num_tokens)
         if not num_slots:
@@ -204,7 +211,7 @@ class PromptStream:
         order = self._history.order() if self._rules.is_likely else None
         ranking = rank_experts(resident, order)
         stream = ChunkStream(ranking, ring, store.blobs, self._rules.stream, kept)
-        with store.staging(stream.entries), stream:
+        with store.staging(stream.entries), stream, self._cancellation.stopping(stream.stop):
             yield StreamFeed(self._tables, stream, ranking, addresses, ring.shape)
             stream.finish()
         self._history.add(stream)

@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.device.arena import TAIL_BYTES
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.experts.cache import EMPTY
@@ -123,12 +124,15 @@ class PromptStreamer:
         return ring_slots(self._rules.ring, needs)
 
     @contextmanager
-    def prompt(self, num_tokens: int, chunk_tokens: int) -> Iterator[PromptStream]:
+    def prompt(
+        self, num_tokens: int, chunk_tokens: int, cancellation: Cancellation = NEVER
+    ) -> Iterator[PromptStream]:
         """Around the chunks of a prompt. An error inside gives back at once what was lent.
 
         Args:
             num_tokens: of the prompt.
             chunk_tokens: of its chunks; the last one may have fewer.
+            cancellation: ends the waits of its chunks.
         """
         self._history.begin()
         num_slots = self.ring_slots(min(num_tokens, chunk_tokens))
@@ -136,7 +140,13 @@ class PromptStreamer:
         with self._giving_back_on_error():
             slots = self._borrow(num_slots, num_kept) if num_slots else None
             yield PromptStream(
-                self._rings, self._rules, self._tables, self._history, slots, num_slots
+                self._rings,
+                self._rules,
+                self._tables,
+                self._history,
+                slots,
+                num_slots,
+                cancellation,
             )
             self._rings.finish_trace()
 
