@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.arena import TAIL_BYTES
-from strata_cli.engine.device.base import Device, Stream, Tensor, empty
+from strata_cli.engine.device.base import Device, Event, Stream, Tensor, empty
 from strata_cli.engine.device.sizes import gib
+from strata_cli.engine.experts.adapting import Swaps
 from strata_cli.engine.experts.arena import BlobArena
 from strata_cli.engine.experts.uploading import Move, Uploader
 from strata_cli.errors import OutOfMemory, ShapeError, StateError
@@ -20,6 +22,7 @@ from strata_cli.errors import OutOfMemory, ShapeError, StateError
 LEAST_SLOTS = 128  # that a loan leaves
 NOT_RESIDENT = -1
 EMPTY = -1
+SWAPS_TOGETHER = 32  # that become resident together
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,13 @@ class CacheSizes:
     least_slots: int = LEAST_SLOTS
 
 
+class _Batch(NamedTuple):
+    """Swaps whose copies are under way, and the event behind them."""
+
+    swaps: Swaps
+    landed: Event
+
+
 class ExpertCache:
     """Slots of one size in one block of device memory. Used from one thread, that of ``reads``.
 
@@ -52,6 +62,8 @@ class ExpertCache:
     Attributes:
         slot_of: slot of each expert, int32 [L, E]; NOT_RESIDENT: none.
         pair_in: pair in each slot, int64 [num_slots]; EMPTY: none.
+        held: pair that each slot should hold, int64 [num_slots]; EMPTY: none. ``pair_in`` differs
+            where a slot is lent, a swap is under way, or something was interrupted.
         addresses: where kernels find each expert, int64 [L, E], by id: its slot, else its place in
             the arena; 0: neither, so that it takes a ring to read it.
         device_addresses: the same as a tensor. A change is enqueued on ``reads``.
@@ -73,6 +85,10 @@ class ExpertCache:
         shape = (arena.num_layers, arena.num_experts)
         self.slot_of = np.full(shape, NOT_RESIDENT, np.int32)
         self.pair_in = np.full(self.num_slots, EMPTY, np.int64)
+        self.held = self.pair_in.copy()
+        self._swaps: deque[_Batch] = deque()
+        self._is_torn = False
+        self._device = device
         self.addresses = arena.addresses.copy()
         self._loan: Loan | None = None
         with ExitStack() as resources:
@@ -94,6 +110,19 @@ class ExpertCache:
         """Which experts are in a slot, [L, E]."""
         is_resident: NDArray[np.bool_] = self.slot_of != NOT_RESIDENT
         return is_resident
+
+    @property
+    def is_coming(self) -> NDArray[np.bool_]:
+        """Which experts a swap under way brings, [L, E]."""
+        is_coming = np.zeros(self.slot_of.shape, np.bool_)
+        for batch in self._swaps:
+            is_coming.reshape(-1)[batch.swaps.pairs] = True
+        return is_coming
+
+    @property
+    def num_coming(self) -> int:
+        """Swaps under way."""
+        return sum(batch.swaps.pairs.size for batch in self._swaps)
 
     @property
     def loan(self) -> Loan | None:
@@ -122,14 +151,17 @@ class ExpertCache:
             raise StateError("the expert cache cannot be filled while slots are lent")
         self._check_ranking(ranking)
         pairs = ranking[: self.num_slots]
+        self.land(waits=True)
         self._empty(0)
-        self._bring(pairs, 0)
+        self.held[:] = EMPTY
+        self.held[: len(pairs)] = pairs
+        self._bring(np.arange(len(pairs)), pairs)
 
     def lend(self, nbytes: int) -> Loan:
         """Give the last slots to the caller; their experts are not resident until it closes.
 
-        Does not wait: what reads the slots now is ahead of the caller's work on ``reads``, and of
-        later work of the uploader's stream.
+        Waits for swaps under way alone: what reads the slots now is ahead of the caller's work on
+        ``reads``, and of later work of the uploader's stream.
 
         Args:
             nbytes: how much at least; more than 0.
@@ -143,6 +175,7 @@ class ExpertCache:
         count = -(-nbytes // self.slot_bytes)
         if nbytes <= 0 or nbytes > self.lendable_bytes:
             raise self._cannot_lend(nbytes, count)
+        self.mend()
         first = self.num_slots - count
         pairs = self.pair_in[first:].copy()
         self._empty(first)
@@ -154,10 +187,90 @@ class ExpertCache:
         """For Loan.close(): refill its slots and make their experts resident again."""
         assert loan is self._loan
         self._loan = None
-        self._bring(loan.pairs, loan.first_slot)
+        slots = np.arange(loan.first_slot, loan.first_slot + loan.num_slots)
+        self._bring(slots, loan.pairs)
+
+    def swap(self, swaps: Swaps) -> None:
+        """Start to bring pairs into slots; what was there is not resident from now on. No wait.
+
+        Copies run behind all that was enqueued on ``reads`` so far. A new pair is resident once
+        land() finds it there.
+
+        Args:
+            swaps: pinned pairs that are neither resident nor coming, into slots that are not lent.
+
+        Raises:
+            StateError: slots are lent.
+            DeviceError: a copy cannot be enqueued; mend() makes up for it.
+        """
+        if self._loan is not None:
+            raise StateError("experts cannot be swapped while slots are lent")
+        if not swaps.slots.size:
+            return
+        self._is_torn = True
+        self.pair_in[swaps.slots] = EMPTY
+        self.held[swaps.slots] = swaps.pairs
+        self._leave(swaps.slots)
+        self._fence()
+        for first in range(0, swaps.pairs.size, SWAPS_TOGETHER):
+            part = slice(first, first + SWAPS_TOGETHER)
+            batch = Swaps(swaps.pairs[part], swaps.slots[part])
+            self._uploader.enqueue(self._moves(*batch))
+            landed = self._device.event()
+            self._uploader.copies.record(landed)
+            self._swaps.append(_Batch(batch, landed))
+        self._is_torn = False
+
+    def land(self, *, waits: bool = False) -> int:
+        """Make resident what swaps have brought so far; all of them where it waits.
+
+        Returns:
+            How many have landed.
+
+        Raises:
+            DeviceError: a copy failed.
+        """
+        landed = 0
+        while self._swaps and (waits or self._swaps[0].landed.query()):
+            swaps, event = self._swaps[0]
+            event.synchronize()
+            self._is_torn = True
+            self._swaps.popleft()
+            event.close()
+            self.slot_of.reshape(-1)[swaps.pairs] = swaps.slots
+            self.pair_in[swaps.slots] = swaps.pairs
+            landed += swaps.pairs.size
+        if landed:
+            self._publish()
+            self._is_torn = False
+        return landed
+
+    def mend(self) -> None:
+        """Wait for swaps, and bring what an interrupted call left outside; lent slots stay so.
+
+        Raises:
+            DeviceError: a copy failed, or the file cannot be read any more.
+        """
+        self.land(waits=True)
+        stop = self.num_slots if self._loan is None else self._loan.first_slot
+        is_missing = self.pair_in[:stop] != self.held[:stop]
+        if self._is_torn or is_missing.any():
+            slots = np.flatnonzero(is_missing)
+            self.pair_in[slots] = EMPTY
+            self._leave(slots)
+            self._fence()
+            self._bring(slots, self.held[slots])
+            self._is_torn = False
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a call about swaps was interrupted halfway: mend() before the next pass."""
+        return self._is_torn
 
     def close(self) -> None:
         """Give the memory back. Safe to call twice."""
+        while self._swaps:
+            self._swaps.pop().landed.close()
         self._resources.close()
 
     def __enter__(self) -> Self:
@@ -172,25 +285,30 @@ class ExpertCache:
         Interrupted anywhere, here or in _bring(), ``pair_in`` tells of fewer blobs than there are.
         """
         self.pair_in[first:] = EMPTY
-        self.slot_of[self.slot_of >= first] = NOT_RESIDENT
-        self._publish()
+        self._leave(np.arange(first, self.num_slots))
         self._fence()
 
-    def _bring(self, pairs: NDArray[np.int64], first: int) -> None:
-        """Copy blobs into the slots from first on, and tell when they are there."""
+    def _leave(self, slots: NDArray[np.int64]) -> None:
+        """Kernels look for no expert in these slots any more."""
+        is_in = np.zeros(self.num_slots + 1, np.bool_)  # the last: NOT_RESIDENT
+        is_in[slots] = True
+        self.slot_of[is_in[self.slot_of]] = NOT_RESIDENT
+        self._publish()
+
+    def _bring(self, slots: NDArray[np.int64], pairs: NDArray[np.int64]) -> None:
+        """Copy blobs into slots, and tell when they are there."""
         self._fence()
-        self._uploader.upload(self._moves(pairs, first))
-        slots = np.arange(first, first + len(pairs))
+        self._uploader.upload(self._moves(pairs, slots))
         is_there = pairs != EMPTY
         self.slot_of.reshape(-1)[pairs[is_there]] = slots[is_there]
         self._publish()
         self.pair_in[slots] = pairs
 
-    def _moves(self, pairs: NDArray[np.int64], first: int) -> Sequence[Move]:
+    def _moves(self, pairs: NDArray[np.int64], slots: NDArray[np.int64]) -> Sequence[Move]:
         num_experts = self._arena.num_experts
         return [
-            Move(pair // num_experts, pair % num_experts, self._slot(first + index))
-            for index, pair in enumerate(pairs.tolist())
+            Move(pair // num_experts, pair % num_experts, self._slot(slot))
+            for pair, slot in zip(pairs.tolist(), slots.tolist(), strict=True)
             if pair != EMPTY
         ]
 

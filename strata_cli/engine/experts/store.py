@@ -49,6 +49,7 @@ class ExpertStore:
         copies: the stream for rings and refills; whoever uses it, one at a time.
         blobs: where streams of experts find the bytes.
         cache: the slots.
+        is_pinned: which experts are in page-locked memory, [L, E].
         pinned_share: of all experts, those in page-locked memory.
     """
 
@@ -66,6 +67,7 @@ class ExpertStore:
         self.copies = copies
         self.blobs = Blobs(arena.layers, None if stager is None else ~arena.is_pinned, stager)
         self.cache = cache
+        self.is_pinned = arena.is_pinned
         self.pinned_share = arena.pinned_share
         self._stager = stager
         self._resources = ExitStack()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +13,8 @@ from strata_cli.engine.experts.arena import BlobArena
 from strata_cli.engine.experts.stager import SHORTEST_NAP_S, Stager
 
 TOGETHER = 64  # copies in one call of the device
+BURST_BYTES = 256 << 20  # copied at a time, so that the link's rate is seen
+LEAST_BURST_BYTES = 16 << 20  # that says anything about the rate
 
 
 class Move(NamedTuple):
@@ -47,6 +49,10 @@ class Uploader:
         copies: the stream for it.
         arena: of the blobs.
         stager: for experts that are not in the arena; None: there are none.
+
+    Attributes:
+        copies: see above.
+        link_gbps: rate of the fastest burst so far, in GB/s; 0: none was long enough.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class Uploader:
         self._device = device
         self._arena = arena
         self._stager = stager
+        self.link_gbps = 0.0
 
     def upload(self, moves: Sequence[Move]) -> None:
         """Queue the copies and wait for all of them.
@@ -65,11 +72,34 @@ class Uploader:
         """
         is_pinned = self._arena.is_pinned
         pinned = [move for move in moves if is_pinned[move.layer, move.expert]]
-        for first in range(0, len(pinned), TOGETHER):
-            self.copies.copy_many([self._pair(m) for m in pinned[first : first + TOGETHER]])
+        for burst in self._bursts(pinned):
+            self._copy_timed(burst)
         if len(pinned) < len(moves):
             self._stage([m for m in moves if not is_pinned[m.layer, m.expert]])
         self.copies.synchronize()
+
+    def enqueue(self, moves: Sequence[Move]) -> None:
+        """Queue the copies of experts that are in the arena. Does not wait."""
+        for first in range(0, len(moves), TOGETHER):
+            self.copies.copy_many([self._pair(m) for m in moves[first : first + TOGETHER]])
+
+    def _bursts(self, moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
+        start, nbytes = 0, 0
+        for index, move in enumerate(moves):
+            nbytes += move.to.nbytes
+            if nbytes >= BURST_BYTES or index + 1 == len(moves):
+                yield moves[start : index + 1]
+                start, nbytes = index + 1, 0
+
+    def _copy_timed(self, moves: Sequence[Move]) -> None:
+        """Queue copies, wait for them and note how fast they were, if they are many."""
+        nbytes = sum(self._arena.blob(move.layer, move.expert).nbytes for move in moves)
+        start = time.perf_counter()
+        self.enqueue(moves)
+        if nbytes >= LEAST_BURST_BYTES:
+            self.copies.synchronize()
+            seconds = max(time.perf_counter() - start, 1e-9)
+            self.link_gbps = max(self.link_gbps, nbytes / seconds / 1e9)
 
     def _pair(self, move: Move) -> tuple[Tensor, Tensor]:
         blob = self._arena.blob(move.layer, move.expert)

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.device.arena import TAIL_BYTES
 from strata_cli.engine.device.base import Tensor
-from strata_cli.engine.experts.cache import EMPTY
 from strata_cli.engine.experts.sizing import RingNeeds, ring_slots
 from strata_cli.engine.experts.streaming import StreamCounts
 from strata_cli.engine.prefill.feed import StreamTables
@@ -59,7 +58,6 @@ class PromptStreamer:
         self.setting = setting
         self._rules = rules
         self._history = History(scores)
-        self._held = setting.store.cache.pair_in.copy()
         self._lent: Tensor | None = None
         store = setting.store
         with ExitStack() as resources:
@@ -103,7 +101,6 @@ class PromptStreamer:
         cache = self.setting.store.cache
         self.settle()
         cache.fill(ranking)
-        self._held = cache.pair_in.copy()
         self._history.scores = scores
 
     def ring_slots(self, num_tokens: int) -> int:
@@ -202,5 +199,4 @@ class PromptStreamer:
         cache = self.setting.store.cache
         if cache.loan is not None:
             cache.take_back(cache.loan)
-        if (cache.pair_in != self._held).any():
-            cache.fill(self._held[self._held != EMPTY])
+        cache.mend()
