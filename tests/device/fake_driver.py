@@ -130,6 +130,7 @@ class FakeDriver:
             "cuDriverGetVersion": lambda: (self.version,),
             "cuDeviceGetCount": lambda: (self.num_gpus,),
             "cuDeviceGet": lambda ordinal: (ordinal,),
+            "cuDeviceGetPCIBusId": lambda _, device: (b"0000:%02x:00.0\0" % (0x1B + device),),
             "cuDeviceGetName": lambda length, _: (b"Fake GPU".ljust(length, b"\0"),),
             "cuDeviceGetAttribute": lambda key, _: (
                 {

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from strata_cli.errors import ConfigError, DeviceError, OutOfMemory
 
@@ -100,6 +100,37 @@ def find_gpu(ordinal: int) -> Gpu:
     Raises:
         ConfigError: there is none, or it cannot be used; says what was found and what to do.
     """
+    found = find_driver()
+    if ordinal >= found.num_gpus:
+        raise ConfigError(
+            f"there is no device cuda:{ordinal}: found {found.num_gpus} GPU(s)",
+            hint=f"cuda:0 to cuda:{found.num_gpus - 1}, or host"
+            if found.num_gpus
+            else "--device host",
+        )
+    return _describe(found.driver, ordinal, found.version)
+
+
+class FoundDriver(NamedTuple):
+    """The driver of this machine's GPUs.
+
+    Attributes:
+        driver: the module cuda.bindings.driver.
+        version: CUDA version, 1000 * major + 10 * minor.
+        num_gpus: that it lists.
+    """
+
+    driver: Any
+    version: int
+    num_gpus: int
+
+
+def find_driver() -> FoundDriver:
+    """The driver, if it is one that can be used.
+
+    Raises:
+        ConfigError: it is missing, too old, or finds no GPU at all; says what to do.
+    """
     driver = _load_driver()
     version = check("cuDriverGetVersion()", driver.cuDriverGetVersion())
     if version < MIN_DRIVER:
@@ -107,13 +138,7 @@ def find_gpu(ordinal: int) -> Gpu:
             f"the NVIDIA driver supports CUDA {_dotted(version)}, need {_dotted(MIN_DRIVER)}",
             hint="update the NVIDIA driver, or --device host",
         )
-    count = check("cuDeviceGetCount()", driver.cuDeviceGetCount())
-    if ordinal >= count:
-        raise ConfigError(
-            f"there is no device cuda:{ordinal}: found {count} GPU(s)",
-            hint=f"cuda:0 to cuda:{count - 1}, or host" if count else "--device host",
-        )
-    return _describe(driver, ordinal, version)
+    return FoundDriver(driver, version, check("cuDeviceGetCount()", driver.cuDeviceGetCount()))
 
 
 def _load_driver() -> Any:
