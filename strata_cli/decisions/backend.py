@@ -58,7 +58,7 @@ class EngineBackend:
         self.tokenizer = PromptTokenizer(engine)
         self._engine = engine
         self._reuse = reuse
-        self._session = Session(engine)
+        self._session = Session(engine, canonical=True)
         self._prompt_tokens = 0
 
     @property

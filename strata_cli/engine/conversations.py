@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from strata_cli.engine.forward.parking import ParkedRows
-from strata_cli.engine.prompt_cache import Checkpoint, is_prefix
+from strata_cli.engine.prompt_cache import Checkpoint, Want, is_prefix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,13 +55,13 @@ class ConversationCache:
         """Host memory held."""
         return sum(conversation.nbytes for conversation in self._conversations)
 
-    def find(self, ids: Sequence[int], *, needs_logits: bool) -> Parked | None:
+    def find(self, want: Want) -> Parked | None:
         """The longest prefix of a prompt among all checkpoints."""
         found = [
             Parked(conversation, checkpoint)
             for conversation in self._conversations
             for checkpoint in conversation.checkpoints
-            if checkpoint.serves(ids, needs_logits=needs_logits)
+            if checkpoint.serves(want, conversation.rows.exact_rows)
         ]
         return max(found, key=lambda parked: parked.checkpoint.position, default=None)
 

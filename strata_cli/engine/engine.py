@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -135,6 +136,7 @@ class Engine:
         self._resources = resources
         self._is_closed = False
         self._room: BranchRoom | None = None
+        self._canonical_depth = 0
 
     @classmethod
     def open(
@@ -245,6 +247,35 @@ class Engine:
         """Most prompt tokens read in one pass."""
         return self._forward.workspace.num_tokens
 
+    @property
+    def is_canonical(self) -> bool:
+        """Whether reads are canonical now: see canonical()."""
+        return self._canonical_depth > 0
+
+    @contextmanager
+    def canonical(self) -> Iterator[None]:
+        """Inside the block every read is canonical: its bits depend on its tokens alone.
+
+        What adapts to use is afterwards as if the block had not been. May be nested.
+        """
+        streamer = self._streamer
+        with nullcontext() if streamer is None or self.is_canonical else streamer.unlearning():
+            self._canonical_depth += 1
+            try:
+                yield
+            finally:
+                self._canonical_depth -= 1
+
+    @property
+    def _deviates(self) -> bool:
+        """Whether a plain pass may compute something as a canonical one would not."""
+        return False
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether passes are now computed as canonical ones are."""
+        return self.is_canonical or not self._deviates
+
     def sequence(self) -> Sequence:
         """A new, empty sequence.
 
@@ -338,6 +369,16 @@ class Sequence:
         """False after a call that was interrupted halfway, until restore() or reset()."""
         return self._state.is_consistent
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether canonical reads may go on from here: all of it was computed as theirs are."""
+        return self._state.is_exact
+
+    @property
+    def exact_rows(self) -> int:
+        """How many of the first cached_ids have K/V that canonical reads may go on from."""
+        return self._state.exact_rows
+
     def prefill(
         self,
         ids: list[int],
@@ -371,6 +412,7 @@ class Sequence:
                 self._state,
                 ids,
                 wanted=logits,
+                is_exact=engine._is_exact,
                 progress=progress,
                 watch=engine._watch,
                 streamer=engine._streamer,
@@ -387,10 +429,13 @@ class Sequence:
         self._check([token_id])
         if self._engine._streamer is not None:
             self._engine._streamer.settle()
-        return self._decoder.step(token_id)
+        return self._decoder.step(token_id, is_exact=self._engine._is_exact)
 
     def score(
-        self, suffixes: list[list[int]], *, cancellation: Cancellation = NEVER
+        self,
+        suffixes: list[list[int]],
+        *,
+        cancellation: Cancellation = NEVER,
     ) -> list[NDArray[np.float32]]:
         """Read each suffix as if the sequence went on by it alone; the sequence stays as it is.
 
@@ -426,6 +471,7 @@ class Sequence:
                 self._state,
                 engine._branch_room(),
                 suffixes,
+                is_exact=engine._is_exact,
                 watch=engine._watch,
                 streamer=engine._streamer,
                 cancellation=cancellation,

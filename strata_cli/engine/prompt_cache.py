@@ -5,12 +5,16 @@ output depends on its token's own inputs and position alone, so a resumed read r
 operations of a fresh one. Checkpoints are kept on a grid of positions all the same, because each
 one is large (118 MB of a full-size model): the grid bounds their number, and prompts that share a
 beginning meet in its positions wherever they part.
+
+Plain reads may leave an inexact state, see forward/state.py; canonical reads resume from exact ones
+alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +44,20 @@ class CacheRules:
     least_parked_tokens: int = 512
 
 
+class Want(NamedTuple):
+    """What a prompt that is to be read asks of a checkpoint.
+
+    Attributes:
+        ids: of the prompt; a checkpoint holds a prefix of them.
+        logits: whether logits are wanted: then a token must be left to read, or they must be known.
+        exact: whether only an exact state will do.
+    """
+
+    ids: Sequence[int]
+    logits: bool = True
+    exact: bool = True
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """A position that reading can resume from.
@@ -67,10 +85,15 @@ class Checkpoint:
         """Host memory held."""
         return self.snapshot.nbytes + (0 if self.logits is None else self.logits.nbytes)
 
-    def serves(self, ids: Sequence[int], *, needs_logits: bool) -> bool:
-        """Whether a prompt can be read from here on: a token is left, or no logits are missing."""
-        is_enough = self.position < len(ids) or not needs_logits or self.logits is not None
-        return is_enough and is_prefix(self.ids, ids)
+    def is_exact(self, exact_rows: int) -> bool:
+        """Whether the state is exact where so many of the first K/V rows are."""
+        return self.snapshot.is_exact and self.position <= exact_rows
+
+    def serves(self, want: Want, exact_rows: int) -> bool:
+        """Whether a prompt can be read from here on, where so many K/V rows are exact."""
+        is_enough = self.position < len(want.ids) or not want.logits or self.logits is not None
+        is_fit = not want.exact or self.is_exact(exact_rows)
+        return is_enough and is_fit and is_prefix(self.ids, want.ids)
 
 
 @dataclass(slots=True)
@@ -113,10 +136,12 @@ class PromptCache:
         """Keep one in place of the least recently used, the root excepted.
 
         One that does not fit beside the root is not kept. The first one at or behind the root's
-        position becomes the root.
+        position becomes the root. Of two at the same position the later one stays, unless the
+        earlier one has logits more and is as exact.
         """
         same = next((kept for kept in self._checkpoints if kept.ids == checkpoint.ids), None)
-        if same is not None and checkpoint.logits is None:
+        is_no_less = same is not None and same.snapshot.is_exact >= checkpoint.snapshot.is_exact
+        if same is not None and checkpoint.logits is None and is_no_less:
             self.touch(same)
             return
         if same is not None:
@@ -128,13 +153,14 @@ class PromptCache:
             candidates = [kept for kept in self._checkpoints if kept is not self.root]
             self._forget(candidates[:1] or self._checkpoints[:1])
 
-    def find(self, ids: Sequence[int], *, needs_logits: bool) -> Checkpoint | None:
-        """The longest prefix of a prompt. Changes no order: see touch()."""
-        serving = (
-            checkpoint
-            for checkpoint in self._checkpoints
-            if checkpoint.serves(ids, needs_logits=needs_logits)
-        )
+    def find(self, want: Want, exact_rows: int) -> Checkpoint | None:
+        """The longest prefix of a prompt. Changes no order: see touch().
+
+        Args:
+            want: the prompt.
+            exact_rows: of the live sequence.
+        """
+        serving = (kept for kept in self._checkpoints if kept.serves(want, exact_rows))
         return max(serving, key=lambda checkpoint: checkpoint.position, default=None)
 
     def touch(self, checkpoint: Checkpoint) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -31,6 +32,18 @@ REPEAT_LIMIT = 256
 """A run of this many equal tokens ends the answer: the model is stuck."""
 
 
+def is_canonical(deterministic: bool | None, max_tokens: int, wants_logprobs: bool) -> bool:
+    """Whether a request is a canonical read.
+
+    Args:
+        deterministic: forces it on or off; None: it is one if the log-probabilities of one token
+            are asked for.
+        max_tokens: to generate.
+        wants_logprobs: of any kind.
+    """
+    return max_tokens <= 1 and wants_logprobs if deterministic is None else deterministic
+
+
 class TokenLogprob(NamedTuple):
     """A token id and its natural-log probability over the whole vocabulary."""
 
@@ -50,7 +63,7 @@ class ReadRequest:
         sampler: how they are chosen.
         all_logits: keep the logits of every prompt position.
         state_hash: fingerprint the state after the prompt and what was generated.
-        deterministic: force a canonical read on or off; None decides by what is read.
+        deterministic: see is_canonical().
         reuse: take what is known of the prompt from earlier reads; the result is the same.
     """
 
@@ -66,10 +79,12 @@ class ReadRequest:
 
     @property
     def is_canonical(self) -> bool:
-        """Whether this is a canonical read: asked for, or one token's log-probabilities."""
-        if self.deterministic is not None:
-            return self.deterministic
-        return self.max_tokens <= 1 and bool(self.top or self.allowed_ids)
+        """Whether this is a canonical read."""
+        return is_canonical(self.deterministic, self.max_tokens, bool(self.top or self.allowed_ids))
+
+    def manner(self, engine: Engine) -> AbstractContextManager[None]:
+        """Around everything that is read for it."""
+        return engine.canonical() if self.is_canonical else nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,14 +149,14 @@ def read(
         Cancelled: somebody asked for the end.
     """
     _check_room(engine, sequence.position, request)
-    started = time.perf_counter()
     wanted: Wanted = "all" if request.all_logits else "last"
-    logits = sequence.prefill(
-        request.ids, logits=wanted, progress=progress, cancellation=cancellation
-    )
-    prompt_s = time.perf_counter() - started
-    prompt = _Prompt(logits, 0, prompt_s)
-    return _answer(engine, sequence, request, prompt, on_token, cancellation)
+    with request.manner(engine):
+        started = time.perf_counter()
+        logits = sequence.prefill(
+            request.ids, logits=wanted, progress=progress, cancellation=cancellation
+        )
+        prompt = _Prompt(logits, 0, time.perf_counter() - started)
+        return _answer(engine, sequence, request, prompt, on_token, cancellation)
 
 
 def read_in(
@@ -171,12 +186,13 @@ def read_in(
                 cancellation=cancellation,
             )
     _check_room(engine, 0, request)
-    started = time.perf_counter()
-    logits, reused = session.read(
-        request.ids, reuse=request.reuse, progress=progress, cancellation=cancellation
-    )
-    prompt = _Prompt(logits, reused, time.perf_counter() - started)
-    return _answer(engine, session.sequence, request, prompt, on_token, cancellation)
+    with request.manner(engine):
+        started = time.perf_counter()
+        logits, reused = session.read(
+            request.ids, reuse=request.reuse, progress=progress, cancellation=cancellation
+        )
+        prompt = _Prompt(logits, reused, time.perf_counter() - started)
+        return _answer(engine, session.sequence, request, prompt, on_token, cancellation)
 
 
 class _Prompt(NamedTuple):

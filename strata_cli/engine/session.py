@@ -6,6 +6,8 @@ and conversations that made room for others, are kept in host memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ids
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -20,6 +22,7 @@ from strata_cli.engine.prompt_cache import (
     CacheRules,
     Checkpoint,
     PromptCache,
+    Want,
     common_tokens,
     is_prefix,
 )
@@ -42,6 +45,7 @@ class Session:
     Args:
         engine: reads.
         rules: what is kept.
+        canonical: make every read canonical; else those inside Engine.canonical() are.
 
     Attributes:
         engine: see above.
@@ -54,13 +58,16 @@ class Session:
         OutOfMemory: the sequence does not fit.
     """
 
-    def __init__(self, engine: Engine, rules: CacheRules = DEFAULT_RULES) -> None:
+    def __init__(
+        self, engine: Engine, rules: CacheRules = DEFAULT_RULES, *, canonical: bool = False
+    ) -> None:
         self.engine = engine
         self.sequence = engine.sequence()
         self.cache = PromptCache(rules)
         self.conversations = ConversationCache(rules.conversation_cache_mib << 20)
         self.read_tokens = 0
         self._rules = rules
+        self._is_canonical = canonical
 
     def read(
         self,
@@ -83,13 +90,14 @@ class Session:
             Cancelled: what was read so far may be reused.
         """
         self.engine.check(ids)
-        kept = self._go_to(ids, needs_logits=True, reuse=reuse)
-        start = self.sequence.position
-        if start == len(ids):
-            assert kept is not None
-            assert kept.logits is not None
-            return PromptRead(kept.logits.copy(), start)
-        return PromptRead(self._read_on(ids, "last", progress, cancellation), start)
+        with self._manner():
+            kept = self._go_to(self._want(ids, logits=True), reuse=reuse)
+            start = self.sequence.position
+            if start == len(ids):
+                assert kept is not None
+                assert kept.logits is not None
+                return PromptRead(kept.logits.copy(), start)
+            return PromptRead(self._read_on(ids, "last", progress, cancellation), start)
 
     def score_suffixes(
         self,
@@ -114,7 +122,8 @@ class Session:
             Cancelled: what was read so far may be reused.
         """
         self.read_prefix(prefix_ids, reuse=reuse, cancellation=cancellation)
-        rows = self.sequence.score(suffixes, cancellation=cancellation)
+        with self._manner():
+            rows = self.sequence.score(suffixes, cancellation=cancellation)
         self.read_tokens += sum(map(len, suffixes))
         return rows
 
@@ -134,9 +143,10 @@ class Session:
         """
         if ids:
             self.engine.check(ids)
-        self._go_to(ids, needs_logits=False, reuse=reuse)
-        if self.sequence.position < len(ids):
-            self._read_on(ids, "none", None, cancellation)
+        with self._manner():
+            self._go_to(self._want(ids, logits=False), reuse=reuse)
+            if self.sequence.position < len(ids):
+                self._read_on(ids, "none", None, cancellation)
 
     def close(self) -> None:
         """Gives the sequence's memory back. Safe to call twice."""
@@ -148,7 +158,14 @@ class Session:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _go_to(self, ids: list[int], *, needs_logits: bool, reuse: bool) -> Checkpoint | None:
+    def _manner(self) -> AbstractContextManager[None]:
+        return self.engine.canonical() if self._is_canonical else nullcontext()
+
+    def _want(self, ids: list[int], *, logits: bool) -> Want:
+        """A canonical read goes on from exact states alone, others from any."""
+        return Want(ids, logits=logits, exact=self.engine.is_canonical)
+
+    def _go_to(self, want: Want, *, reuse: bool) -> Checkpoint | None:
         """Rewind the live sequence to the longest known prefix of the ids.
 
         Returns:
@@ -157,16 +174,16 @@ class Session:
         self.cache.keep_prefixes(self.sequence.cached_ids)
         kept, parked = None, None
         if reuse:
-            kept = self.cache.find(ids, needs_logits=needs_logits)
-            parked = self.conversations.find(ids, needs_logits=needs_logits)
-        live_at = self._live_position(ids, needs_logits=needs_logits) if reuse else 0
+            kept = self.cache.find(want, self.sequence.exact_rows)
+            parked = self.conversations.find(want)
+        live_at = self._live_position(want) if reuse else 0
         kept_at = kept.position if kept is not None else 0
         if parked is not None and parked.checkpoint.position > max(live_at, kept_at):
             self.conversations.take(parked.conversation)  # before others push it out
-            self._park_live(ids)
+            self._park_live(want.ids)
             self._unpark(parked)
             return parked.checkpoint
-        self._park_live(ids)
+        self._park_live(want.ids)
         if kept is not None and kept_at >= live_at:
             self._rewind(kept)
             return kept
@@ -174,18 +191,21 @@ class Session:
             self.sequence.reset()
         return None
 
-    def _live_position(self, ids: list[int], *, needs_logits: bool) -> int:
+    def _live_position(self, want: Want) -> int:
         """Where the live sequence is, if that is a position to go on from, else 0."""
         sequence = self.sequence
-        is_far = needs_logits and sequence.position == len(ids)
-        if is_far or not sequence.is_consistent or not is_prefix(sequence.ids, ids):
+        is_fit = sequence.is_consistent and (sequence.is_exact or not want.exact)
+        is_far = want.logits and sequence.position == len(want.ids)
+        if is_far or not is_fit or not is_prefix(sequence.ids, want.ids):
             return 0
         return sequence.position
 
     def _rewind(self, kept: Checkpoint) -> None:
         self.cache.touch(kept)
-        if not self.sequence.is_consistent or self.sequence.ids != kept.ids:
-            self.sequence.restore(kept.snapshot)
+        sequence = self.sequence
+        is_there = sequence.is_consistent and sequence.ids == kept.ids
+        if not is_there or sequence.is_exact < kept.is_exact(sequence.exact_rows):
+            sequence.restore(kept.snapshot)
 
     def _unpark(self, parked: Parked) -> None:
         conversation, checkpoint = parked
@@ -195,14 +215,17 @@ class Session:
             self.cache.add(other)
         self.cache.add(checkpoint)  # the one in use last
 
-    def _park_live(self, ids: list[int]) -> None:
+    def _park_live(self, ids: Ids[int]) -> None:
         """Keep the live conversation, if a prompt takes enough of it away."""
         sequence, live = self.sequence, self.sequence.cached_ids
         lost = len(live) - common_tokens(live, ids)
         if not self.conversations.budget_bytes or lost < self._rules.least_parked_tokens:
             return
         checkpoints = self.cache.checkpoints
-        is_known = any(checkpoint.ids == sequence.ids for checkpoint in checkpoints)
+        is_known = any(
+            kept.ids == sequence.ids and kept.snapshot.is_exact >= sequence.is_exact
+            for kept in checkpoints
+        )
         if sequence.is_consistent and sequence.position and not is_known:
             checkpoints = (*checkpoints, Checkpoint(sequence.snapshot()))
         if checkpoints:

@@ -61,12 +61,14 @@ def read_suffixes(
     num_prefixes = 1 if request.reuse else len(suffixes)
     done, total = 0, num_prefixes * len(prefix) + sum(map(len, suffixes))
     if request.reuse:
-        sequence.prefill(prefix, logits="none")
+        with request.manner(engine):
+            sequence.prefill(prefix, logits="none")
         done = len(prefix)
     most_rows = engine.chunk_tokens if request.reuse else 1
     for indices in plan_batches([len(suffix) for suffix in suffixes], most_rows):
         together = [suffixes[index] for index in indices]
-        batch = _read_batch(sequence, request, together)
+        with request.manner(engine):
+            batch = _read_batch(sequence, request, together)
         done += batch.num_tokens
         if progress is not None:
             progress(done, total)

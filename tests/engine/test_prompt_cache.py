@@ -14,11 +14,13 @@ from strata_cli.engine.prompt_cache import (
     CacheRules,
     Checkpoint,
     PromptCache,
+    Want,
     common_tokens,
     is_prefix,
 )
 
 LIVE = list(range(1000))
+ROWS = len(LIVE)
 RULES = CacheRules(prompt_cache=3, prompt_cache_every=100, prompt_cache_root=0)
 LOGITS = np.zeros(10, dtype=np.float32)
 
@@ -41,7 +43,7 @@ def kept(cache: PromptCache) -> list[int]:
 
 def test_the_least_recently_used_makes_room() -> None:
     cache = filled(RULES, 10, 20, 30)
-    found = cache.find(LIVE[:15], needs_logits=True)
+    found = cache.find(Want(LIVE[:15]), ROWS)
     assert found is not None
     cache.touch(found)
     cache.add(checkpoint(40))
@@ -85,17 +87,17 @@ def test_what_is_no_prefix_of_the_live_tokens_is_forgotten() -> None:
 
 def test_the_end_of_a_prompt_serves_it_only_with_logits() -> None:
     cache = filled(RULES, 10, 20)
-    found = cache.find(LIVE[:20], needs_logits=True)
+    found = cache.find(Want(LIVE[:20]), ROWS)
     assert found is not None
     assert found.position == 10
-    found = cache.find(LIVE[:20], needs_logits=False)
+    found = cache.find(Want(LIVE[:20], logits=False), ROWS)
     assert found is not None
     assert found.position == 20
     cache.add(checkpoint(20, is_end=True))
-    assert cache.find(LIVE[:20], needs_logits=True) is cache.checkpoints[-1]
+    assert cache.find(Want(LIVE[:20]), ROWS) is cache.checkpoints[-1]
     cache.add(checkpoint(20))  # does not take the place of one with logits
-    assert cache.find(LIVE[:20], needs_logits=True) is cache.checkpoints[-1]
-    assert cache.find([5], needs_logits=True) is None
+    assert cache.find(Want(LIVE[:20]), ROWS) is cache.checkpoints[-1]
+    assert cache.find(Want([5]), ROWS) is None
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,15 @@ class Decoder:
         self._state = state
         self._graph: Graph | None = None
 
-    def step(self, token_id: int) -> NDArray[np.float32]:
-        """Read one token; returns its logits [V]. Blocks until they are there."""
+    def step(self, token_id: int, *, is_exact: bool = True) -> NDArray[np.float32]:
+        """Read one token; returns its logits [V]. Blocks until they are there.
+
+        Args:
+            token_id: the token.
+            is_exact: whether it is computed as a canonical read would.
+        """
         state, port = self._state, self._port
-        with advancing(state, [token_id]):
+        with advancing(state, [token_id], is_exact=is_exact):
             port.stage([token_id], range(state.position, state.position + 1))
             graph = self._graph or self._record()
             self._forward.stream.replay(graph)

@@ -20,10 +20,12 @@ class ParkedRows:
     Attributes:
         ids: the tokens of these positions.
         parts: copies of the rows, in a fixed order.
+        exact_rows: see SequenceState.
     """
 
     ids: tuple[int, ...]
     parts: tuple[NDArray[Any], ...]
+    exact_rows: int
 
     @property
     def nbytes(self) -> int:
@@ -36,17 +38,19 @@ def park(state: SequenceState) -> ParkedRows:
     parts = (
         download(state.device, state.stream, rows) for rows in _rows(state, len(state.cached_ids))
     )
-    return ParkedRows(tuple(state.cached_ids), tuple(parts))
+    return ParkedRows(tuple(state.cached_ids), tuple(parts), state.exact_rows)
 
 
 def unpark(state: SequenceState, parked: ParkedRows) -> None:
     """Put the rows back. A snapshot must be restored before anything is read. Waits."""
     state.is_consistent = False
     state.cached_ids = []
+    state.exact_rows = 0
     tensors = _rows(state, len(parked.ids))
     for tensor, part in zip(tensors, parked.parts, strict=True):
         upload(state.device, state.stream, tensor, part)
     state.cached_ids = list(parked.ids)
+    state.exact_rows = parked.exact_rows
 
 
 def _rows(state: SequenceState, count: int) -> Iterator[Tensor]:

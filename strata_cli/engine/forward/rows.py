@@ -92,12 +92,17 @@ def positions_of(batch: Batch) -> list[int]:
 
 
 @contextmanager
-def advancing(state: SequenceState, ids: list[int]) -> Iterator[None]:
+def advancing(state: SequenceState, ids: list[int], *, is_exact: bool = True) -> Iterator[None]:
     """Around the enqueueing of one pass: counts its tokens only when all of it was enqueued.
+
+    Args:
+        state: of the sequence.
+        ids: tokens of the pass.
+        is_exact: whether all of them are computed as a canonical read would.
 
     Raises:
         StateError: an earlier pass of this sequence was interrupted halfway.
     """
     state.begin_pass()
     yield
-    state.end_pass(ids)
+    state.end_pass(ids, is_exact=is_exact)

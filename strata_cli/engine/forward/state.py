@@ -2,6 +2,9 @@
 
 K/V and index keys are positional (a row per position), so rewinding them costs nothing. The rest is
 a running state and is copied when a snapshot is taken.
+
+A state is exact while every pass that made it was: computed as a canonical read would, so that its
+bits depend on its tokens alone. What follows from an inexact state is inexact.
 """
 
 from __future__ import annotations
@@ -58,10 +61,12 @@ class Snapshot:
     Attributes:
         ids: every token read so far; restoring needs the live K/V to hold the same ones.
         running: copies of the running-state tensors, in SequenceState.running order.
+        is_exact: whether these copies are; the live K/V must be exact too where they are restored.
     """
 
     ids: tuple[int, ...]
     running: tuple[NDArray[Any], ...]
+    is_exact: bool = True
 
     @property
     def position(self) -> int:
@@ -121,6 +126,8 @@ class SequenceState:
         eos_token_id: fills the n-gram history before the first token.
         ids: tokens read so far; its length is the position of the next token.
         cached_ids: tokens whose K/V rows are valid; ids is a prefix of it after a rewind.
+        exact_rows: of these rows, how many of the first ones exact passes have written.
+        is_exact: whether all that the next token depends on is exact.
         is_consistent: False while a pass is half enqueued; an interrupted one leaves it False.
     """
 
@@ -133,6 +140,8 @@ class SequenceState:
     eos_token_id: int
     ids: list[int] = field(default_factory=list)
     cached_ids: list[int] = field(default_factory=list)
+    exact_rows: int = 0
+    is_exact: bool = True
     is_consistent: bool = True
 
     @property
@@ -170,7 +179,7 @@ class SequenceState:
         """
         self.require_consistent()
         self.is_consistent = False
-        del self.cached_ids[self.position :]
+        self._drop_rows_behind()
 
     def begin_branches(self) -> None:
         """Before branches are enqueued: they use up the K/V rows from the position on, only those.
@@ -179,13 +188,25 @@ class SequenceState:
             StateError: an earlier pass was interrupted halfway.
         """
         self.require_consistent()
-        del self.cached_ids[self.position :]
+        self._drop_rows_behind()
 
-    def end_pass(self, ids: list[int]) -> None:
-        """After all of a pass was enqueued: count its tokens as read."""
+    def end_pass(self, ids: list[int], *, is_exact: bool = True) -> None:
+        """After all of a pass was enqueued: count its tokens as read.
+
+        Args:
+            ids: its tokens.
+            is_exact: whether all of them were computed as a canonical read would.
+        """
         self.cached_ids.extend(ids)
         self.ids.extend(ids)
+        self.is_exact = self.is_exact and is_exact
+        if self.is_exact:
+            self.exact_rows = self.position
         self.is_consistent = True
+
+    def _drop_rows_behind(self) -> None:
+        del self.cached_ids[self.position :]
+        self.exact_rows = min(self.exact_rows, self.position)
 
     def reset(self) -> None:
         """Back to position 0. Interrupted, it leaves a state to be reset again."""
@@ -197,12 +218,14 @@ class SequenceState:
             upload(self.device, self.stream, self.ngram.history, history)
         self.ids = []
         self.cached_ids = []
+        self.exact_rows = 0
+        self.is_exact = True
         self.is_consistent = True
 
     def snapshot(self) -> Snapshot:
         """Copy the running state to host memory. Waits for the stream."""
         parts = tuple(download(self.device, self.stream, tensor) for tensor in self.running())
-        return Snapshot(tuple(self.ids), parts)
+        return Snapshot(tuple(self.ids), parts, self.is_exact)
 
     def can_restore(self, snapshot: Snapshot) -> bool:
         """True while the live K/V rows are those of the snapshot's tokens."""
@@ -214,6 +237,7 @@ class SequenceState:
         for tensor, part in zip(self.running(), snapshot.running, strict=True):
             upload(self.device, self.stream, tensor, part)
         self.ids = list(snapshot.ids)
+        self.is_exact = snapshot.is_exact and snapshot.position <= self.exact_rows
         self.is_consistent = True
 
     def hash(self) -> StateHash:

@@ -43,6 +43,7 @@ def read_branches(
     room: BranchRoom,
     suffixes: Sequence[list[int]],
     *,
+    is_exact: bool = True,
     watch: Watch = NO_WATCH,
     streamer: PromptStreamer | None = None,
     cancellation: Cancellation = NEVER,
@@ -57,6 +58,7 @@ def read_branches(
         state: of the sequence.
         room: for the running state of branches.
         suffixes: each at least one token; each fits the context behind the position.
+        is_exact: whether their tokens are computed as a canonical read would.
         watch: looks on.
         streamer: brings experts that are not resident; None: all are.
         cancellation: ends it between two passes, or where a pass's experts are waited for.
@@ -80,6 +82,7 @@ def read_branches(
                     port,
                     state,
                     together[0],
+                    is_exact=is_exact,
                     watch=watch,
                     streamer=streamer,
                     cancellation=cancellation,

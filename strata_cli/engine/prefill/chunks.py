@@ -28,6 +28,7 @@ def prefill(
     ids: list[int],
     *,
     wanted: Wanted = "last",
+    is_exact: bool = True,
     progress: Progress | None = None,
     watch: Watch = NO_WATCH,
     streamer: PromptStreamer | None = None,
@@ -43,6 +44,7 @@ def prefill(
         state: the sequence; its position advances by len(ids), chunk by chunk.
         ids: at least one token; they must fit the context.
         wanted: which rows' logits to return.
+        is_exact: whether the tokens are computed as a canonical read would.
         progress: called with (tokens read, tokens in all) after each chunk.
         watch: looks on.
         streamer: brings experts that are not resident; None: all are.
@@ -60,7 +62,7 @@ def prefill(
         for start in range(0, len(ids), chunk_tokens):
             cancellation.check()
             chunk = ids[start : start + chunk_tokens]
-            _read_chunk(forward, port, state, chunk, watch, stream)
+            _read_chunk(forward, port, state, chunk, is_exact, watch, stream)
             if wanted == "all":
                 collected += _all_rows(forward, port, len(chunk))
             elif progress is not None:
@@ -104,13 +106,17 @@ def _read_chunk(
     port: RowPort,
     state: SequenceState,
     chunk: list[int],
+    is_exact: bool,
     watch: Watch,
     stream: PromptStream | None,
 ) -> None:
     """Enqueue one pass. Until all of it is, the sequence counts as interrupted."""
     num, position = len(chunk), state.position
     ring_slots = 0 if stream is None else stream.ring_slots(num)
-    with watch.chunk(forward, position, num, ring_slots=ring_slots), advancing(state, chunk):
+    with (
+        watch.chunk(forward, position, num, ring_slots=ring_slots),
+        advancing(state, chunk, is_exact=is_exact),
+    ):
         enqueue_pass(forward, port, single(state, num), chunk, watch, stream)
 
 

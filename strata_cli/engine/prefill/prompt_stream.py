@@ -97,6 +97,15 @@ class History:
         """All experts, likely ones first, [L, E]."""
         return by_score(expected_use(self._last_use, self.scores), finest=ORDER_CLASSES)
 
+    @contextmanager
+    def unlearning(self) -> Iterator[None]:
+        """Around chunks that those behind it learn nothing from."""
+        last_use = self._last_use
+        try:
+            yield
+        finally:
+            self._last_use = last_use
+
     def add(self, stream: ChunkStream) -> None:
         """Take note of a chunk that is done."""
         self._last_use = stream.use

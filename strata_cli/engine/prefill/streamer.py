@@ -147,6 +147,12 @@ class PromptStreamer:
             )
             self._rings.finish_trace()
 
+    @contextmanager
+    def unlearning(self) -> Iterator[None]:
+        """Around prompts that leave no mark: what was expected of the next chunk is so again."""
+        with self._history.unlearning():
+            yield
+
     def settle(self) -> None:
         """Fill again what a prompt was lent; before steps. Blocks until it is done.
 
