@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -14,12 +14,15 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.compiling import compile_ahead
+from strata_cli.engine.decode.residency import Residency
 from strata_cli.engine.decode.step import Decoder
 from strata_cli.engine.device import RESERVE_BYTES, open_device
 from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.device.timing import Spans
+from strata_cli.engine.experts.adapting import AdaptRules
 from strata_cli.engine.experts.cache import LEAST_SLOTS
 from strata_cli.engine.experts.placing import ExpertHome
+from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.forward.branch import BranchRoom, new_branch_room
 from strata_cli.engine.forward.caching import CacheWishes
 from strata_cli.engine.forward.layers import Forward
@@ -30,6 +33,7 @@ from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash, new_state
 from strata_cli.engine.forward.workspace import Workspace
 from strata_cli.engine.kernels.jit import is_cold, why_uncached
+from strata_cli.engine.learning import ProfileLearner
 from strata_cli.engine.model.chat_template import ChatTemplate
 from strata_cli.engine.model.shards import model_stem
 from strata_cli.engine.model.spec import ModelSpec
@@ -48,6 +52,8 @@ from strata_cli.errors import InputError, StateError
 logger = logging.getLogger(__name__)
 
 DEFAULT_STREAMING = StreamRules()
+DEFAULT_ADAPT = AdaptRules()
+SAVE_EVERY_S = 600.0
 AUTO_CONTEXT_TOKENS = 32_768
 COLD_NOTICE = "compiling kernels for this processor; later starts find them in the cache"
 
@@ -70,6 +76,9 @@ class EngineOptions:
         least_slots: of those that no prompt may borrow.
         expert_profile: file that says which experts are used most, measured and made if it is not
             there; None: on a GPU one that is kept for each model, on the host nothing is known.
+        profile_save: file for the profile with what this run adds to it; None: it is not kept.
+        profile_save_every_s: seconds between two saves, 0: only when the engine is closed.
+        adapt: when cached experts change places between device and host memory, as steps need.
         streaming: how prompts come by the other experts.
         will_chat: start the chat template's process now, so that the first chat need not wait.
         compile_ahead: on a first start on the host, compile all kernels before the first read.
@@ -88,6 +97,9 @@ class EngineOptions:
     expert_cache: int | None = None
     least_slots: int = LEAST_SLOTS
     expert_profile: Path | None = None
+    profile_save: Path | None = None
+    profile_save_every_s: float = SAVE_EVERY_S
+    adapt: AdaptRules = DEFAULT_ADAPT
     streaming: StreamRules = DEFAULT_STREAMING
     will_chat: bool = False
     compile_ahead: bool = True
@@ -119,6 +131,8 @@ class Engine:
         port: RowPort,
         watch: Watch,
         streamer: PromptStreamer | None,
+        residency: Residency | None,
+        learner: ProfileLearner | None,
         context_tokens: int,
         resources: ExitStack,
     ) -> None:
@@ -133,6 +147,8 @@ class Engine:
         self._port = port
         self._watch = watch
         self._streamer = streamer
+        self._residency = residency
+        self._learner = learner
         self._resources = resources
         self._is_closed = False
         self._room: BranchRoom | None = None
@@ -172,8 +188,8 @@ class Engine:
                 if options.will_chat:
                     chat_template.start()
             stream = device.stream("compute")
-            context_tokens = _context_tokens(model.spec, options.max_context)
-            plan = plan_model(model, device, stream, _wishes(options, context_tokens))
+            context_tokens = context_of(model.spec, options.max_context)
+            plan = plan_model(model, device, stream, wishes_of(options, context_tokens))
             sizes = plan.sizes
             known = find_profile(
                 model,
@@ -220,8 +236,25 @@ class Engine:
                 chunk_tokens=sizes.chunk_tokens,
                 num_resident=_num_resident(model.spec, plan, loaded),
             )
+            profile = known.profile
             if streamer is not None and known.target is not None:
-                measure_profile(known, tokenizer, forward, port, streamer, context_tokens)
+                profile = measure_profile(known, tokenizer, forward, port, streamer, context_tokens)
+            learner, residency = None, None
+            if options.profile_save is not None:
+                every_s = options.profile_save_every_s
+                learner = ProfileLearner(options.profile_save, profile, every_s)
+                resources.callback(learner.close)
+            if loaded.store is not None or learner is not None:
+                residency = Residency(
+                    device,
+                    forward,
+                    loaded.store,
+                    options.adapt,
+                    trace=options.trace,
+                    learn=None if learner is None else learner.add_pairs,
+                )
+                resources.callback(residency.close)
+                resources.callback(stream.close)  # which writes into it
             return cls(
                 spec=model.spec,
                 model_name=name,
@@ -233,6 +266,8 @@ class Engine:
                 port=port,
                 watch=watch,
                 streamer=streamer,
+                residency=residency,
+                learner=learner,
                 context_tokens=context_tokens,
                 resources=resources.pop_all(),
             )
@@ -248,6 +283,11 @@ class Engine:
         return self._forward.workspace.num_tokens
 
     @property
+    def residency_counts(self) -> ResidencyCounts | None:
+        """What became of the experts that steps wanted so far; None where all stay put."""
+        return None if self._residency is None else self._residency.counts
+
+    @property
     def is_canonical(self) -> bool:
         """Whether reads are canonical now: see canonical()."""
         return self._canonical_depth > 0
@@ -258,8 +298,11 @@ class Engine:
 
         What adapts to use is afterwards as if the block had not been. May be nested.
         """
-        streamer = self._streamer
-        with nullcontext() if streamer is None or self.is_canonical else streamer.unlearning():
+        with ExitStack() as still:
+            if not self.is_canonical and self._residency is not None:
+                still.enter_context(self._residency.paused())
+            if not self.is_canonical and self._streamer is not None:
+                still.enter_context(self._streamer.unlearning())
             self._canonical_depth += 1
             try:
                 yield
@@ -285,7 +328,7 @@ class Engine:
         """
         self.require_open()
         state = new_state(self.spec, self._device, self._stream, self.context_tokens)
-        return Sequence(self, state, Decoder(self._forward, self._port, state))
+        return Sequence(self, state, Decoder(self._forward, self._port, state, self._residency))
 
     def check(self, ids: list[int], position: int = 0) -> None:
         """Refuse tokens that cannot be read from a position on.
@@ -308,6 +351,13 @@ class Engine:
                 f"{position + len(ids)} tokens do not fit the context of {context}",
                 hint="shorten the prompt or raise --max-context",
             )
+
+    def _learn_prompt(self) -> None:
+        """Add the use of the prompt that was just read to the profile, if one is learned."""
+        if self._learner is None or self._streamer is None or self.is_canonical:
+            return
+        if self._streamer.use is not None:
+            self._learner.add_use(self._streamer.use)
 
     def _branch_room(self) -> BranchRoom:
         """Room for branches, made when they are first wanted."""
@@ -406,7 +456,7 @@ class Sequence:
         self._check(ids)
         engine = self._engine
         with engine._watch.prompt(self.position, len(ids)):
-            return prefill(
+            rows = prefill(
                 engine._forward,
                 engine._port,
                 self._state,
@@ -418,6 +468,8 @@ class Sequence:
                 streamer=engine._streamer,
                 cancellation=cancellation,
             )
+        engine._learn_prompt()
+        return rows
 
     def step(self, token_id: int) -> NDArray[np.float32]:
         """Read one token and return its logits [V]; equal to prefill([token_id]) in every bit.
@@ -465,7 +517,7 @@ class Sequence:
                 raise InputError(f"suffix {number}: {error.message}", hint=error.hint) from None
         engine, num_tokens = self._engine, sum(map(len, suffixes))
         with engine._watch.prompt(self.position, num_tokens):
-            return read_branches(
+            rows = read_branches(
                 engine._forward,
                 engine._port,
                 self._state,
@@ -476,6 +528,8 @@ class Sequence:
                 streamer=engine._streamer,
                 cancellation=cancellation,
             )
+        engine._learn_prompt()
+        return rows
 
     def snapshot(self) -> Snapshot:
         """The state at this position, for restore(). K/V is positional and is not copied.
@@ -571,7 +625,8 @@ def _open_device(options: EngineOptions) -> Device:
     )
 
 
-def _wishes(options: EngineOptions, context_tokens: int) -> Wishes:
+def wishes_of(options: EngineOptions, context_tokens: int) -> Wishes:
+    """What a model is loaded for, with a context of so many tokens."""
     homes = options.homes
     if options.expert_cache is not None and homes.experts is ExpertHome.AUTO:
         homes = replace(homes, experts=ExpertHome.CACHED)
@@ -598,7 +653,12 @@ def _watch(options: EngineOptions, device: Device) -> Watch:
     return Watch(Spans(device, options.trace), dump)
 
 
-def _context_tokens(spec: ModelSpec, wanted: int) -> int:
+def context_of(spec: ModelSpec, wanted: int) -> int:
+    """Tokens of a context: as wanted, 0 = automatic.
+
+    Raises:
+        InputError: that is more than the model has.
+    """
     if wanted > spec.context_tokens:
         raise InputError(
             f"--max-context {wanted} is more than the model's {spec.context_tokens} tokens",

@@ -246,7 +246,7 @@ def _seen(folder: Path) -> tuple[str, ...]:
 
 
 def _driver_version(folder: Path) -> str:
-    """The first number with dots in a line such as "NVRM version: ... Module  580.65.06  Release"."""
+    """The first number with dots of a line: "NVRM version: ... Module  580.65.06  Release"."""
     first = _text(folder / "version").partition("\n")[0]
     words = [word for word in first.split() if word.count(".") >= 1 and word[0].isdigit()]
     return words[0] if words else ""

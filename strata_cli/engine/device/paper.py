@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import (
-    Device,
     Event,
     Graph,
     Home,
@@ -22,12 +22,55 @@ from strata_cli.engine.device.base import (
     KernelArgument,
     Launch,
     MemoryInfo,
-    Stream,
     Tensor,
 )
 
 GRANULE_BYTES = 512  # what a GPU's memory is handed out in
 _SPACING = 1 << 40  # between buffers, so that every window of one is aligned as on a real device
+
+
+class DeviceFacts(Protocol):
+    """What a paper device tells of the one that it stands in for; see Device."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def has_async_copy(self) -> bool: ...
+    def memory(self) -> MemoryInfo: ...
+
+
+class StreamFacts(Protocol):
+    """What a paper stream tells of the one that it stands in for; see Stream."""
+
+    @property
+    def shared_bytes(self) -> int: ...
+    @property
+    def num_multiprocessors(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedGpu:
+    """A GPU that is known by description alone, for a paper device and its streams.
+
+    Attributes:
+        name: as in cuda:N.
+        free_bytes, total_bytes: of its memory; free for this use.
+        shared_bytes: most dynamic shared memory of a thread block.
+        num_multiprocessors: how many it has.
+    """
+
+    name: str
+    free_bytes: int
+    total_bytes: int
+    shared_bytes: int
+    num_multiprocessors: int
+
+    @property
+    def has_async_copy(self) -> bool:
+        return True
+
+    def memory(self) -> MemoryInfo:
+        return MemoryInfo(self.free_bytes, self.total_bytes)
 
 
 class PaperBuffer:
@@ -65,7 +108,7 @@ class PaperDevice:
         kernels: launched so far, each once, in order.
     """
 
-    def __init__(self, device: Device, stream: Stream) -> None:
+    def __init__(self, device: DeviceFacts, stream: StreamFacts) -> None:
         self._device = device
         self._stream = stream
         self._next_address = _SPACING
@@ -157,7 +200,7 @@ class PaperGraph:
 class PaperStream:
     """Notes the kernels of launches, and does nothing else."""
 
-    def __init__(self, name: str, like: Stream, kernels: dict[Kernel, None]) -> None:
+    def __init__(self, name: str, like: StreamFacts, kernels: dict[Kernel, None]) -> None:
         self._name = name
         self._like = like
         self._kernels = kernels
