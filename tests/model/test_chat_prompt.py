@@ -157,3 +157,33 @@ def nested(depth: int) -> Any:
 def test_messages_that_are_not_json_are_refused(message: Any, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         prompt([message])
+
+
+@given(PIECES)
+@example("The answer is <|im_")
+def test_an_unfinished_turn_is_gone_on_with(text: str) -> None:
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": text}]
+    result = prompt(messages, continues=True)
+    assert result.text == f"<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n{text}"
+    assert controls(result.ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    assert tokenizer().decode(result.ids) == result.text
+
+
+def test_an_unfinished_turn_of_parts_ends_with_its_last_part() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    result = prompt([{"role": "assistant", "content": parts}], continues=True)
+    assert result.text == "<|im_start|>assistant\nonetwo"
+
+
+@pytest.mark.parametrize("content", [None, [], [{"type": "image"}]])
+def test_a_turn_without_text_cannot_be_gone_on_with(content: object) -> None:
+    with pytest.raises(InputError, match="no text to go on with"):
+        prompt([{"role": "assistant", "content": content}], continues=True)
+
+
+def test_a_template_that_drops_the_end_of_a_turn_cannot_go_on_with_it() -> None:
+    with (
+        ChatTemplate("{{ messages[0].role }}") as silent,
+        pytest.raises(InputError, match="leaves out the end"),
+    ):
+        encode_chat(silent, tokenizer(), [{"role": "assistant", "content": "a"}], continues=True)

@@ -46,6 +46,7 @@ def encode_chat(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, object]] | None = None,
+    continues: bool = False,
     **variables: object,
 ) -> ChatPrompt:
     """Render a conversation and encode it.
@@ -56,11 +57,13 @@ def encode_chat(
         messages: the turns, oldest first; JSON values only.
         add_generation_prompt: end with the opening of the assistant's turn.
         tools: JSON schemas of the functions that may be called.
+        continues: the last turn is unfinished: the prompt ends where its text does, and no turn is
+            opened.
         variables: what else the template asks for, such as ``enable_thinking=False``.
 
     Raises:
         InputError: the template refuses these messages or fails on them, or they are no plain
-            JSON values, or hold half a surrogate pair.
+            JSON values, or hold half a surrogate pair; or there is no last text to go on with.
         ModelError: the template is broken, forbidden, or ran into a limit.
     """
     texts: list[str] = [template.source]
@@ -68,12 +71,17 @@ def encode_chat(
     for turn in (variables, *messages, *(tools or ())):
         _map_object(turn, collect)
     shield = Shield(tokenizer.control_texts, texts)
+    turns = [_map_object(message, shield.hide) for message in messages]
+    if continues:
+        _mark_end(turns, shield.end_mark)
     rendered = template.render(
-        [_map_object(message, shield.hide) for message in messages],
-        add_generation_prompt=add_generation_prompt,
+        turns,
+        add_generation_prompt=add_generation_prompt and not continues,
         tools=None if tools is None else [_map_object(tool, shield.hide) for tool in tools],
         **_map_object(variables, shield.hide),
     )
+    if continues:
+        rendered = _before_mark(rendered, shield.end_mark)
     ids = tokenizer.encode(rendered, parse_special=True, add_bos=False, restore=shield.restore)
     return ChatPrompt(rendered.translate(shield.restore), ids)
 
@@ -85,6 +93,7 @@ class Shield:
 
     Attributes:
         restore: stand-in -> character, as a ``str.translate`` table.
+        end_mark: a character that occurs in none of the texts and stands for none.
     """
 
     def __init__(self, control_texts: Collection[str], texts: Collection[str]) -> None:
@@ -97,7 +106,9 @@ class Shield:
         seconds: dict[str, set[str]] = {}
         for control in control_texts:
             seconds.setdefault(control[0], set()).add(control[1:2])
-        stand_ins = dict(zip(sorted(seconds), _unused_characters(texts), strict=False))
+        unused = _unused_characters(texts)
+        self.end_mark = next(unused)
+        stand_ins = dict(zip(sorted(seconds), unused, strict=False))
         self.restore = {ord(stand_in): char for char, stand_in in stand_ins.items()}
         self._stand_ins = stand_ins
         # A control token cannot begin elsewhere than where its first two characters stand, or at
@@ -108,6 +119,32 @@ class Shield:
     def hide(self, text: str) -> str:
         """The text without any beginning of a control token."""
         return self._beginnings.sub(lambda match: self._stand_ins[match[0]], text)
+
+
+def _mark_end(turns: Sequence[dict[str, object]], mark: str) -> None:
+    """Put a mark behind the text of the last turn, where the template will carry it along."""
+    last = turns[-1] if turns else {}
+    content = last.get("content")
+    part = content[-1] if isinstance(content, list) and content else None
+    if isinstance(content, str):
+        last["content"] = content + mark
+    elif isinstance(part, dict) and isinstance(part.get("text"), str):
+        part["text"] += mark
+    else:
+        raise InputError(
+            "the last message has no text to go on with",
+            hint="give it a text as content, or leave it out",
+        )
+
+
+def _before_mark(rendered: str, mark: str) -> str:
+    text, found, _ = rendered.rpartition(mark)
+    if not found:
+        raise InputError(
+            "the model's chat template leaves out the end of the last message",
+            hint="end with a message of the user",
+        )
+    return text
 
 
 def _beginning(first: str, seconds: Collection[str]) -> str:
