@@ -159,6 +159,31 @@ class StrataConfig:
         "Read once what prompts have in common; changes speed, never the result.",
         parse=boolean,
     )
+    prompt_cache: int = setting(
+        6,
+        "Checkpoints of a conversation that prompts can resume from; 0 keeps none.",
+        parse=whole_number(0),
+    )
+    prompt_cache_mib: int = setting(
+        1024,
+        "Host memory for these checkpoints, in MiB; 0 sets no bound.",
+        parse=whole_number(0, LARGEST_BYTES >> 20),
+    )
+    prompt_cache_every: int = setting(
+        16_384,
+        "Tokens from one checkpoint of a long prompt to the next; 0 leaves none on the way.",
+        parse=whole_number(0),
+    )
+    prompt_cache_root: int = setting(
+        2048,
+        "Position of the checkpoint that no other takes the place of; 0: there is none.",
+        parse=whole_number(0),
+    )
+    conversation_cache_mib: int = setting(
+        0,
+        "Host memory for conversations that made room for others, in MiB; 0 keeps none.",
+        parse=whole_number(0, LARGEST_BYTES >> 20),
+    )
     temperature: float = setting(
         0.0, "Sampling temperature; 0 takes the most likely token.", parse=number(0)
     )
@@ -358,7 +383,7 @@ def _cut(problem: str) -> str:
 
 def _unknown_key(key: str, path: Path) -> ConfigError:
     close = nearest(key, field_names())
-    hint = f"did you mean {close}?" if close else f"known keys: {', '.join(field_names())}"
+    hint = f"did you mean {close}?" if close else "docs/settings.md lists the keys"
     is_plain = key.isprintable() and 0 < len(key) <= LONGEST_NAME
     shown = key if is_plain else quoted(key)
     return ConfigError(f"unknown key {shown} in {path_text(path)}", hint=hint)

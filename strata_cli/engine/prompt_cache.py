@@ -4,7 +4,8 @@ A checkpoint is the running state at a position. Any position is a valid one to 
 output depends on its token's own inputs and position alone, so a resumed read repeats the
 operations of a fresh one. Checkpoints are kept on a grid of positions all the same, because each
 one is large (118 MB of a full-size model): the grid bounds their number, and prompts that share a
-beginning meet in its positions wherever they part.
+beginning meet in its positions wherever they part. Where one did part from the one before it, a
+third may too: there is one more.
 
 Plain reads may leave an inexact state, see forward/state.py; canonical reads resume from exact ones
 alone.
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.config import StrataConfig
 from strata_cli.engine.forward.state import Snapshot
 
 
@@ -33,15 +35,27 @@ class CacheRules:
         prompt_cache_root: the position whose checkpoint stays while it is valid, in prompts that
             reach it; in others the first one behind it. 0: no root.
         conversation_cache_mib: host memory for conversations that made room for others, in MiB.
-        least_parked_tokens: fewer tokens are read again rather than parked.
+        least_parked_tokens: fewer tokens are read again rather than parked, or than kept where one
+            prompt leaves another.
     """
 
     prompt_cache: int = 6
-    prompt_cache_bytes: int = 0
+    prompt_cache_bytes: int = 1 << 30
     prompt_cache_every: int = 16_384
     prompt_cache_root: int = 2048
     conversation_cache_mib: int = 0
     least_parked_tokens: int = 512
+
+    @classmethod
+    def of(cls, config: StrataConfig) -> Self:
+        """As the settings say."""
+        return cls(
+            prompt_cache=config.prompt_cache,
+            prompt_cache_bytes=config.prompt_cache_mib << 20,
+            prompt_cache_every=config.prompt_cache_every,
+            prompt_cache_root=config.prompt_cache_root,
+            conversation_cache_mib=config.conversation_cache_mib,
+        )
 
 
 class Want(NamedTuple):
@@ -119,8 +133,14 @@ class PromptCache:
         """Host memory held."""
         return sum(checkpoint.nbytes for checkpoint in self._checkpoints)
 
-    def cuts(self, start: int, stop: int) -> list[int]:
-        """Positions in start < position < stop at which a read should leave a checkpoint."""
+    def cuts(self, start: int, stop: int, parting: int = 0) -> list[int]:
+        """Positions in start < position < stop at which a read should leave a checkpoint.
+
+        Args:
+            start: what is read begins here.
+            stop: it ends here.
+            parting: up to there the prompt before began alike, so others may too.
+        """
         rules = self.rules
         if not rules.prompt_cache:
             return []
@@ -130,6 +150,8 @@ class PromptCache:
             cuts.update(range(first * rules.prompt_cache_every, stop, rules.prompt_cache_every))
         if self.root is None and start < rules.prompt_cache_root < stop:
             cuts.add(rules.prompt_cache_root)
+        if start + rules.least_parked_tokens <= parting < stop:
+            cuts.add(parting)
         return sorted(cuts)
 
     def add(self, checkpoint: Checkpoint) -> None:

@@ -90,6 +90,7 @@ class Session:
             Cancelled: what was read so far may be reused.
         """
         self.engine.check(ids)
+        parting = common_tokens(self.sequence.cached_ids, ids)
         with self._manner():
             kept = self._go_to(self._want(ids, logits=True), reuse=reuse)
             start = self.sequence.position
@@ -97,7 +98,8 @@ class Session:
                 assert kept is not None
                 assert kept.logits is not None
                 return PromptRead(kept.logits.copy(), start)
-            return PromptRead(self._read_on(ids, "last", progress, cancellation), start)
+            logits = self._read_on(ids, parting, "last", progress, cancellation)
+            return PromptRead(logits, start)
 
     def score_suffixes(
         self,
@@ -146,7 +148,7 @@ class Session:
         with self._manner():
             self._go_to(self._want(ids, logits=False), reuse=reuse)
             if self.sequence.position < len(ids):
-                self._read_on(ids, "none", None, cancellation)
+                self._read_on(ids, 0, "none", None, cancellation)
 
     def close(self) -> None:
         """Gives the sequence's memory back. Safe to call twice."""
@@ -234,15 +236,16 @@ class Session:
     def _read_on(
         self,
         ids: list[int],
+        parting: int,
         wanted: Wanted,
         progress: Progress | None,
         cancellation: Cancellation,
     ) -> NDArray[np.float32]:
-        """Read the rest of the ids, leaving checkpoints on the grid and at the end."""
+        """Read the rest of the ids, leaving checkpoints on the grid, at the parting and the end."""
         sequence, cache, start = self.sequence, self.cache, self.sequence.position
         cache.keep_prefixes(ids)
         logits = np.empty(0, dtype=np.float32)
-        for stop in [*cache.cuts(start, len(ids)), len(ids)]:
+        for stop in [*cache.cuts(start, len(ids), parting), len(ids)]:
             position, is_end = sequence.position, stop == len(ids)
             logits = sequence.prefill(
                 ids[position:stop],

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strata_cli.config import StrataConfig
 from strata_cli.engine.forward.state import Snapshot
 from strata_cli.engine.prompt_cache import (
     CacheRules,
@@ -115,6 +116,32 @@ def test_reads_are_cut_on_the_grid_and_at_the_root(start: int, stop: int, cuts: 
     assert PromptCache(rules).cuts(start, stop) == cuts
     assert [at for at in cuts if at != 50] == filled(rules, 50).cuts(start, stop)
     assert PromptCache(replace(rules, prompt_cache=0)).cuts(start, stop) == []
+
+
+def test_reads_are_cut_where_a_prompt_parts_from_the_one_before() -> None:
+    cache = PromptCache(replace(RULES, least_parked_tokens=20))
+    assert cache.cuts(10, 90, 30) == [30]
+    assert cache.cuts(10, 90, 29) == []  # so few are read again
+    assert cache.cuts(10, 30, 30) == []  # the end has one anyway
+    assert cache.cuts(0, 190, 100) == [100]
+
+
+def test_settings_give_the_rules() -> None:
+    assert CacheRules.of(StrataConfig()) == CacheRules()
+    config = StrataConfig(
+        prompt_cache=2,
+        prompt_cache_mib=3,
+        prompt_cache_every=5,
+        prompt_cache_root=7,
+        conversation_cache_mib=11,
+    )
+    assert CacheRules.of(config) == CacheRules(
+        prompt_cache=2,
+        prompt_cache_bytes=3 << 20,
+        prompt_cache_every=5,
+        prompt_cache_root=7,
+        conversation_cache_mib=11,
+    )
 
 
 def test_neither_grid_nor_root_need_be() -> None:

@@ -96,6 +96,19 @@ def test_a_prompt_resumes_from_the_longest_prefix(engine: Engine, truth: Truth) 
         assert check(session, truth, OTHER[:8]) == 0
 
 
+def test_a_third_prompt_resumes_where_the_second_left_the_first(
+    engine: Engine, truth: Truth
+) -> None:
+    rules = CacheRules(prompt_cache_every=0, prompt_cache_root=0, least_parked_tokens=20)
+    with Session(engine, rules) as session:
+        reused = [
+            check(session, truth, TEXT[:shared] + OTHER[tail : tail + 5])
+            for tail, shared in enumerate((30, 30, 30, 40, 40, 19))
+        ]
+        assert reused == [0, 0, 30, 30, 30, 0]  # from 30 to 40 are too few
+        assert check(session, truth, TEXT[:19] + OTHER[:5]) == 0
+
+
 def test_without_reuse_everything_is_read_but_kept_for_later(engine: Engine, truth: Truth) -> None:
     with Session(engine, SMALL) as session:
         for _ in range(2):
