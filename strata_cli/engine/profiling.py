@@ -81,10 +81,13 @@ def measure_profile(
     port: RowPort,
     streamer: PromptStreamer,
     context_tokens: int,
-) -> None:
+) -> ExpertProfile:
     """Count which experts the built-in text uses, keep that in the file, and hold those used most.
 
     Does nothing where no experts are streamed.
+
+    Returns:
+        What is known then.
 
     Args:
         known: an even profile and the file.
@@ -97,7 +100,7 @@ def measure_profile(
     ids = tokenizer.encode(PROFILE_TEXT, parse_special=False)[:context_tokens]
     use = _use_of(ids, forward, port, streamer, context_tokens)
     if use is None:
-        return
+        return known.profile
     profile = known.profile.plus(use)
     streamer.hold(profile.ranking(), profile.scores)
     assert known.target is not None
@@ -107,6 +110,7 @@ def measure_profile(
         logger.warning("%s", error.message)
     else:
         logger.info("use of experts measured on %d tokens and kept in %s", len(ids), known.target)
+    return profile
 
 
 def _use_of(

@@ -50,6 +50,10 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "issue.wait": ("entry", "dur_us"),
     "issuer.turn": ("first", "last", "copied", "skipped", "ended_by", "dur_us"),
     "issuer.wait": ("reason", "dur_us"),
+    # what steps wanted of cached experts, and which of them changed places
+    "window.experts": ("rows", "routed", "hits", "pcie", "cpu", "dropped"),
+    "cache.swap": ("swaps",),
+    "cache.land": ("landed", "coming"),
     # how a chunk's stream ended
     "layer.entries": ("layer", "first", "entries", "copied", "skipped"),
     "stream.end": ("copied", "skipped", "bytes", "pieces"),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
+from strata_cli.engine.experts.adapting import STATIC, AdaptRules
 from strata_cli.engine.experts.sizing import RingRules
 from strata_cli.engine.experts.store import ExpertStore
 from strata_cli.engine.experts.streaming import StreamOptions
@@ -49,6 +50,7 @@ class Way:
         stream_min: tokens from which on chunks are streamed ahead.
         stream: options of the stream.
         is_likely, keep, short: as in StreamRules.
+        adapt: when experts change places.
     """
 
     cache: int = 45
@@ -60,6 +62,7 @@ class Way:
     is_likely: bool = False
     keep: int = 0
     short: int = 8
+    adapt: AdaptRules = STATIC
 
     def open(self, path: Path, device: str, trace: Trace = NO_TRACE) -> Engine:
         rules = StreamRules(
@@ -77,6 +80,7 @@ class Way:
                 prefill=self.chunk,
                 expert_cache=self.cache,
                 least_slots=self.least,
+                adapt=self.adapt,
                 streaming=rules,
                 trace=trace,
             )

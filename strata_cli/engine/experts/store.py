@@ -60,6 +60,7 @@ class ExpertStore:
         arena: BlobArena,
         stager: Stager | None,
         cache: ExpertCache,
+        uploader: Uploader,
     ) -> None:
         self.num_layers, self.num_experts = arena.num_layers, arena.num_experts
         self.layouts = layouts
@@ -70,6 +71,7 @@ class ExpertStore:
         self.is_pinned = arena.is_pinned
         self.pinned_share = arena.pinned_share
         self._stager = stager
+        self._uploader = uploader
         self._resources = ExitStack()
 
     @classmethod
@@ -114,9 +116,14 @@ class ExpertStore:
             uploader = Uploader(device, copies, arena, stager)
             cache = undo.enter_context(ExpertCache(device, reads, uploader, arena, sizes))
             cache.fill(even_profile(model).ranking() if ranking is None else ranking)
-            store = cls(layouts, copies, arena, stager, cache)
+            store = cls(layouts, copies, arena, stager, cache, uploader)
             store._resources = undo.pop_all()
             return store
+
+    @property
+    def link_gbps(self) -> float:
+        """Rate of the fastest copies from host memory so far, in GB/s; 0: unknown."""
+        return self._uploader.link_gbps
 
     def staging(self, entries: JobList) -> AbstractContextManager[object]:
         """Around a ChunkStream, with its entries: brings those into pinned memory that are not.

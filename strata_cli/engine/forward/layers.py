@@ -171,6 +171,22 @@ class Forward:
         matmul(self.stream, y.values, self.weights.head, logits, y.rounded)
         return logits
 
+    def routed(self, num_tokens: int) -> Tensor:
+        """Experts of every layer that the last pass of so few tokens was routed to, best first.
+
+        Returns:
+            int32 [L, T, k] in the workspace; T is at most workspace.routed_rows.
+        """
+        shape = (len(self.weights.layers), num_tokens, self.spec.num_experts_per_tok)
+        return self.workspace.take_shaped("routed", *shape)
+
+    def _expert_ids(self, index: int, num_tokens: int) -> Tensor:
+        """Where a layer's routing goes, int32 [T, k]."""
+        if num_tokens > self.workspace.routed_rows:
+            return self.workspace.take("expert_ids", num_tokens)
+        own = self.routed(num_tokens).rows(index, index + 1)
+        return own.reshape(*own.shape[1:])
+
     def _read(self, weights: ReadWeights, x: Tensor, *, is_normed: bool) -> LayerInput:
         take, num, stream = self.workspace.take, x.shape[0], self.stream
         normed, low, gate = take("normed", num), take("low", num), take("stream_gate", num)
@@ -361,7 +377,7 @@ class Forward:
     def _moe(self, index: int, weights: MoeWeights, read: LayerInput, feed: ExpertFeed) -> Tensor:
         """Enqueue a layer's experts. What does not depend on the routing fills the wait for it."""
         take, num, stream = self.workspace.take, read.values.shape[0], self.stream
-        router, ids = take("router", num), take("expert_ids", num)
+        router, ids = take("router", num), self._expert_ids(index, num)
         places, start = take("expert_weights", num), take("expert_start", self.spec.num_experts + 1)
         row_of = take("row_of", num * self.spec.num_experts_per_tok)
         pair_of = take("pair_of", num)

@@ -14,6 +14,7 @@ from strata_cli.engine.model.spec import ModelSpec
 
 ALIGNMENT_BYTES = 256
 USUAL_FLOATS = 1 << 22  # of scratch whose size changes speed only
+ROUTED_ROWS = 32  # most tokens of a pass that leaves behind what all its layers were routed to
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scra
         Scratch("attended", t, (heads * spec.head_dim,)),
         Scratch("router", t, (spec.num_experts,)),
         Scratch("expert_ids", t, (spec.num_experts_per_tok,), i32),
+        Scratch("routed", spec.num_layers, (min(t, ROUTED_ROWS), spec.num_experts_per_tok), i32),
         Scratch("expert_ranks", t, (spec.num_experts_per_tok,), i32),
         Scratch("expert_weights", t, (spec.num_experts_per_tok,)),
         Scratch("expert_start", spec.num_experts + 1, (), i32),
@@ -158,6 +160,11 @@ class Workspace:
     def nbytes(self) -> int:
         """Device memory held."""
         return self._buffer.nbytes
+
+    @property
+    def routed_rows(self) -> int:
+        """Most tokens of a pass that leaves behind what all its layers were routed to."""
+        return self._tensors["routed"].shape[1]
 
     def numbers(self, count: int) -> Tensor:
         """0, 1, … count-1 as int32, for products whose rows are already in order."""

@@ -1,0 +1,82 @@
+"""The expert profile that a run learns: what its prompts and steps used, saved now and then."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.experts.profile import ExpertProfile, save_profile
+from strata_cli.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class ProfileLearner:
+    """Adds use to a profile, and keeps it in a file. Used from one thread.
+
+    Saving at an interval happens on a thread of its own, for a disk may take long; a file that
+    cannot be written is a warning, for the run goes on.
+
+    Args:
+        path: of the file, which is replaced whole or not at all.
+        profile: what was known before.
+        every_s: seconds between two saves; 0: only at the end.
+    """
+
+    def __init__(self, path: Path, profile: ExpertProfile, every_s: float) -> None:
+        self._path = path
+        self._profile = profile
+        self._every_s = every_s
+        self._use = np.zeros(profile.use.shape, np.int64)
+        self._is_new = False
+        self._saved_at = time.monotonic()
+        self._saving: threading.Thread | None = None
+
+    @property
+    def profile(self) -> ExpertProfile:
+        """What is known now."""
+        return self._profile.plus(self._use)
+
+    def add_pairs(self, pairs: NDArray[np.int64]) -> None:
+        """A window used these pairs, layer * E + expert, none twice; [n]."""
+        self._use.reshape(-1)[pairs] += 1
+        self._note()
+
+    def add_use(self, use: NDArray[np.int64]) -> None:
+        """Prompts had so many tokens for each expert, [L, E]."""
+        self._use += use
+        self._note()
+
+    def close(self) -> None:
+        """Save what is new. Safe to call twice."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.join()
+        if self._is_new:
+            self._is_new = False
+            self._save(self.profile)
+
+    def _note(self) -> None:
+        self._is_new = True
+        now = time.monotonic()
+        is_saving = self._saving is not None and self._saving.is_alive()
+        if not self._every_s or is_saving or now - self._saved_at < self._every_s:
+            return
+        self._saved_at, self._is_new = now, False
+        self._saving = threading.Thread(
+            target=self._save, args=(self.profile,), name="strata-profile", daemon=True
+        )
+        self._saving.start()
+
+    def _save(self, profile: ExpertProfile) -> None:
+        try:
+            save_profile(self._path, profile)
+        except ConfigError as error:
+            logger.warning("%s", error.message)
+        else:
+            logger.info("use of experts kept in %s", self._path)

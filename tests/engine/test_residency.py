@@ -1,0 +1,300 @@
+"""Experts that change places between steps: no bit changes, and everything is counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strata_cli.engine.decode.residency import Residency
+from strata_cli.engine.engine import Engine, EngineOptions, Sequence
+from strata_cli.engine.experts.adapting import AdaptRules
+from strata_cli.engine.experts.profile import load_profile
+from strata_cli.engine.experts.residency_counts import ResidencyCounts
+from strata_cli.engine.model.tensors import load_model_file
+from strata_cli.engine.trace import Event, Trace
+from strata_cli.errors import DeviceError
+from tests.device.gates import held
+from tests.engine.readings import bits, open_engine, text
+from tests.engine.streams import (
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    Way,
+    failing,
+    store_of,
+    streamer_of,
+    write_streamed_model,
+)
+
+TOP_K = 3
+RESTLESS = AdaptRules(every=1, swaps=50, decay=1.0)
+ANSWER = [text(80)[i % 7] for i in range(24)]  # a few tokens, over and over
+PROMPT = text(80)[:30]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_streamed_model(tmp_path_factory.mktemp("residency") / "m.gguf", fused=False)
+
+
+def answer(sequence: Sequence, tokens: list[int] = ANSWER) -> np.ndarray[Any, Any]:
+    return np.stack([sequence.step(token) for token in tokens])
+
+
+@pytest.fixture(scope="module")
+def truth(path: Path, device_name: str) -> np.ndarray[Any, Any]:
+    """By an engine with all experts in place: the prompt's logits, then those of the answer."""
+    with open_engine(path, device=device_name) as engine, engine.sequence() as sequence:
+        assert engine.residency_counts is None
+        return np.concatenate([sequence.prefill(PROMPT)[None], answer(sequence)])
+
+
+def same(actual: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> bool:
+    return np.array_equal(bits(actual), bits(expected))
+
+
+def residency_of(engine: Engine) -> Residency:
+    assert engine._residency is not None
+    return engine._residency
+
+
+def counts_of(engine: Engine) -> ResidencyCounts:
+    return residency_of(engine).counts
+
+
+WAYS = {
+    "as by default": Way(adapt=AdaptRules()),
+    "every step": Way(adapt=RESTLESS),
+    "one swap": Way(adapt=replace(RESTLESS, swaps=1)),
+    "one slot above a layer's need": Way(cache=NUM_EXPERTS + 1, least=0, adapt=RESTLESS),
+    "one slot": Way(cache=1, adapt=RESTLESS),
+    "no slot": Way(cache=0, adapt=RESTLESS),
+    "all but one": Way(cache=NUM_EXPERTS * NUM_LAYERS - 1, least=0, adapt=RESTLESS),
+    "all": Way(cache=NUM_EXPERTS * NUM_LAYERS, adapt=RESTLESS),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_bit_depends_on_swaps(
+    path: Path, device_name: str, truth: np.ndarray[Any, Any], way: str
+) -> None:
+    with WAYS[way].open(path, device_name) as engine:
+        for _ in range(2):
+            with engine.sequence() as sequence:
+                rows = np.concatenate([sequence.prefill(PROMPT)[None], answer(sequence)])
+            assert same(rows, truth)
+        counts, cache = counts_of(engine), store_of(engine).cache
+        cache.mend()
+        assert (cache.pair_in == cache.held).all()
+        assert len(set(cache.held.tolist())) == cache.num_slots
+        assert counts.windows == 2 * len(ANSWER)
+        assert counts.routed == counts.windows * NUM_LAYERS * TOP_K
+        assert counts.hits + counts.pcie == counts.routed
+        assert counts.cpu == counts.dropped == 0
+        has_outside = 0 < cache.num_slots < NUM_EXPERTS * NUM_LAYERS
+        assert (counts.swaps > 0) == (has_outside and way != "one slot")
+
+
+def test_a_skewed_conversation_finds_more_and_more_in_the_cache(
+    path: Path, device_name: str
+) -> None:
+    way = Way(adapt=AdaptRules(every=2, swaps=50))
+    with way.open(path, device_name) as engine, engine.sequence() as sequence:
+        answer(sequence)
+        first = counts_of(engine)
+        answer(sequence)
+        second = counts_of(engine) - first
+        assert first.hit_rate < second.hit_rate
+        assert second.hit_rate + second.pcie_share == pytest.approx(1)
+
+
+def test_the_device_and_the_host_agree_on_hits(path: Path, device_name: str) -> None:
+    with Way().open(path, device_name) as engine, engine.sequence() as sequence:
+        sequence.step(ANSWER[0])
+        ids = residency_of(engine)._on_host(1).numpy()
+        resident = store_of(engine).cache.is_resident
+        layers = np.arange(NUM_LAYERS)[:, None]
+        assert ids.shape == (NUM_LAYERS, 1, TOP_K)
+        assert counts_of(engine).hits == resident[layers, ids[:, 0]].sum()
+
+
+def test_a_swap_under_way_is_seen_by_no_window(
+    path: Path, device_name: str, truth: np.ndarray[Any, Any]
+) -> None:
+    """The copy stream stands still: windows go on, and what was evicted is read in place."""
+    with Way(adapt=RESTLESS).open(path, device_name) as engine, engine.sequence() as sequence:
+        sequence.prefill(PROMPT)
+        streamer_of(engine).settle()
+        cache, store = store_of(engine).cache, store_of(engine)
+        with held(engine._device, store.copies):
+            rows = answer(sequence, ANSWER[:8])
+            assert cache.num_coming > 0
+            assert not (cache.is_coming & cache.is_resident).any()
+        assert same(rows, truth[1:9])
+        assert same(answer(sequence, ANSWER[8:]), truth[9:])
+
+
+def test_canonical_reads_leave_what_adapts_as_it_was(path: Path, device_name: str) -> None:
+    def adapted(engine: Engine) -> list[Any]:
+        residency, cache = residency_of(engine), store_of(engine).cache
+        cache.mend()
+        state = [residency._use.tolist(), residency._windows, residency._is_due]
+        return [*state, cache.pair_in.tolist(), cache.slot_of.tolist()]
+
+    with Way(adapt=RESTLESS).open(path, device_name) as engine, engine.sequence() as sequence:
+        sequence.prefill(PROMPT)
+        answer(sequence, ANSWER[:6])
+        before = adapted(engine)
+        with engine.canonical(), engine.sequence() as other:
+            assert not store_of(engine).cache.num_coming
+            other.prefill(text(90))
+            answer(other, ANSWER[::-1])
+            with engine.canonical():
+                answer(other, ANSWER)
+            answer(other, ANSWER)
+        streamer_of(engine).settle()
+        assert adapted(engine) == before
+        answer(sequence, ANSWER[6:])
+        assert adapted(engine) != before
+
+
+@pytest.mark.parametrize("where", ["begin", "launched", "end"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_interrupt_at_any_part_of_a_window_is_made_up_for(
+    path: Path, device_name: str, truth: np.ndarray[Any, Any], where: str, after: int
+) -> None:
+    with Way(adapt=RESTLESS).open(path, device_name) as engine:
+        with engine.sequence() as sequence:
+            sequence.prefill(PROMPT)
+            interrupt = failing(residency_of(engine), (where,), after, KeyboardInterrupt())
+            with interrupt, pytest.raises(KeyboardInterrupt):
+                answer(sequence)
+        with engine.sequence() as sequence:
+            assert same(sequence.prefill(PROMPT), truth[0])
+            assert same(answer(sequence), truth[1:])
+
+
+@pytest.mark.parametrize("where", ["_publish", "_fence", "_leave", "_moves"])
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_an_interrupt_inside_a_swap_is_made_up_for(
+    path: Path, device_name: str, truth: np.ndarray[Any, Any], where: str, after: int
+) -> None:
+    with Way(adapt=RESTLESS).open(path, device_name) as engine:
+        cache = store_of(engine).cache
+        with engine.sequence() as sequence:
+            sequence.prefill(PROMPT)
+            streamer_of(engine).settle()
+            interrupt = failing(cache, (where,), after, KeyboardInterrupt())
+            with interrupt, pytest.raises(KeyboardInterrupt):
+                answer(sequence)
+        with engine.sequence() as sequence:
+            assert same(sequence.prefill(PROMPT), truth[0])
+            assert same(answer(sequence), truth[1:])
+        cache.mend()
+        assert (cache.pair_in == cache.held).all()
+
+
+def test_a_failing_copy_is_one_error_and_the_next_step_is_right(
+    path: Path, device_name: str, truth: np.ndarray[Any, Any]
+) -> None:
+    with Way(adapt=RESTLESS).open(path, device_name) as engine:
+        copies = store_of(engine).copies
+        with engine.sequence() as sequence:
+            sequence.prefill(PROMPT)
+            streamer_of(engine).settle()
+            broken = failing(copies, ("copy_many",), 0, DeviceError("the link is gone"))
+            with broken, pytest.raises(DeviceError, match="the link is gone"):
+                answer(sequence)
+        with engine.sequence() as sequence:
+            assert same(sequence.prefill(PROMPT), truth[0])
+            assert same(answer(sequence), truth[1:])
+
+
+def test_a_trace_tells_of_windows_and_swaps(path: Path, device_name: str) -> None:
+    events: list[Event] = []
+    way = Way(adapt=RESTLESS)
+    with way.open(path, device_name, Trace(events.append)) as engine:
+        with engine.sequence() as sequence:
+            answer(sequence)
+        counts = counts_of(engine)
+
+    def total(ev: str, name: str) -> int:
+        return sum(int(event[name]) for event in events if event["ev"] == ev)
+
+    assert total("window.experts", "hits") == counts.hits
+    assert total("window.experts", "pcie") == counts.pcie
+    assert total("cache.swap", "swaps") == counts.swaps
+    assert 0 < total("cache.land", "landed") <= counts.swaps
+
+
+class TestLearning:
+    """The profile that a run saves."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        return tmp_path / "learned.npz"
+
+    def options(self, path: Path, file: Path, **more: Any) -> EngineOptions:
+        return EngineOptions(
+            model=path, device="host", threads=2, profile_save=file, prefill=128, **more
+        )
+
+    def test_it_counts_prompts_and_steps(self, path: Path, file: Path) -> None:
+        with Engine.open(self.options(path, file, expert_cache=30)) as engine:
+            with engine.sequence() as sequence:
+                sequence.prefill(text(228))
+                answer(sequence)
+            assert not file.exists()
+            with engine.canonical(), engine.sequence() as sequence:
+                sequence.prefill(text(228))
+                answer(sequence)
+        assert self.use(path, file).sum() == NUM_LAYERS * TOP_K * (228 + len(ANSWER))
+
+    def test_it_goes_on_from_what_was_known(self, path: Path, file: Path) -> None:
+        for _ in range(2):
+            known = file if file.exists() else None
+            options = self.options(path, file, expert_cache=30, expert_profile=known)
+            with Engine.open(options) as engine, engine.sequence() as sequence:
+                answer(sequence)
+        assert self.use(path, file).sum() == 2 * NUM_LAYERS * TOP_K * len(ANSWER)
+
+    def test_it_learns_where_all_experts_are_in_place_too(self, path: Path, file: Path) -> None:
+        with Engine.open(self.options(path, file)) as engine, engine.sequence() as sequence:
+            answer(sequence)
+            counts = engine.residency_counts
+            assert counts is not None
+            assert counts.hit_rate == 1
+        assert self.use(path, file).sum() == NUM_LAYERS * TOP_K * len(ANSWER)
+
+    def test_it_is_saved_at_an_interval(self, path: Path, file: Path) -> None:
+        options = self.options(path, file, profile_save_every_s=1e-6)
+        with Engine.open(options) as engine, engine.sequence() as sequence:
+            answer(sequence)
+            for thread in threading.enumerate():
+                if thread.name == "strata-profile":
+                    thread.join()
+            assert file.exists()
+        assert self.use(path, file).sum() == NUM_LAYERS * TOP_K * len(ANSWER)
+
+    def test_a_file_that_cannot_be_written_is_a_warning(
+        self, path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        file = tmp_path / "nowhere" / "learned.npz"
+        with Engine.open(self.options(path, file)) as engine, engine.sequence() as sequence:
+            answer(sequence)
+        assert "cannot be written" in caplog.text
+
+    def use(self, path: Path, file: Path) -> np.ndarray[Any, Any]:
+        with load_model_file(path) as model:
+            return load_profile(file, model).use
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays() -> Iterator[None]:
+    yield
+    assert not [t for t in threading.enumerate() if t.name == "strata-profile"]
