@@ -65,6 +65,11 @@ FILE = written(file_path)
 )
 @click.option("--bins", metavar="N", help="Bins of the scale, 2 to 10.  [5]")
 @click.option(
+    "--by-text",
+    is_flag=True,
+    help="Score each option by its own text, token by token; more than 26 always are.",
+)
+@click.option(
     "--questions",
     callback=FILE,
     metavar="FILE",
@@ -107,6 +112,7 @@ def decide(
     levels: tuple[str, ...],
     scale: tuple[str, str] | None,
     bins: str | None,
+    by_text: bool,
     questions: Path | None,
     level: Level,
     prior: Prior,
@@ -134,6 +140,7 @@ def decide(
         levels=levels,
         scale=scale,
         bins=bins,
+        by_text=by_text,
         file=questions,
     )
     asked_by.check()

@@ -41,6 +41,11 @@ def decisions_as_json(
         "device": engine.device_name,
         **decisions.as_dict(),
         "abstained": _abstained(decisions, wanted),
+        "warnings": [
+            f"{item.question.id}: {warning}"
+            for item in decisions.decisions
+            for warning in item.warnings
+        ],
         "canonical": not depends_on_traffic,
         "depends_on_traffic": depends_on_traffic,
         "prompt_tokens": tokens.prompt_tokens,
@@ -76,6 +81,7 @@ def _block(decision: Decision, is_abstained: bool) -> str:
         lines.append(f"  {_cut(option):{width}}  {probability:8.6f}  {bar}".rstrip())
     answer = "none: below the threshold" if is_abstained else _answer(decision)
     lines.append(f"  answer: {answer}  ({_how(decision)})")
+    lines += [f"  warning: {warning}" for warning in decision.warnings]
     return "\n".join(lines)
 
 
@@ -89,7 +95,9 @@ def _answer(decision: Decision) -> str:
 
 def _how(decision: Decision) -> str:
     diagnostics = decision.diagnostics
-    parts = [f"level {decision.level}", f"labels hold {diagnostics['answer_mass']:.3f} of the mass"]
+    what, mass = "options" if decision.question.by_text else "labels", diagnostics["answer_mass"]
+    shown = f"{mass:.3f}" if mass >= 0.001 else f"{mass:.3g}"
+    parts = [f"level {decision.level}", f"{what} hold {shown} of the mass"]
     if "order_flip_raw" in diagnostics:
         parts.append(f"order flips {diagnostics['order_flip_raw']:.2f}")
     return ", ".join(parts)

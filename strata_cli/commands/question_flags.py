@@ -27,6 +27,7 @@ class QuestionFlags:
         levels: its named levels, lowest first.
         scale: ends of its scale, as written.
         bins: of the scale, as written.
+        by_text: options are scored by their own text.
         file: has several questions instead.
     """
 
@@ -36,6 +37,7 @@ class QuestionFlags:
     levels: tuple[str, ...]
     scale: tuple[str, str] | None
     bins: str | None
+    by_text: bool
     file: Path | None
 
     def check(self) -> None:
@@ -45,7 +47,11 @@ class QuestionFlags:
             ConfigError: naming the flags.
         """
         if self.file is not None:
-            own = {"--question": self.question is not None, "--bins": self.bins is not None}
+            own = {
+                "--question": self.question is not None,
+                "--bins": self.bins is not None,
+                "--by-text": self.by_text,
+            }
             for flag in [*(flag for flag, given in own.items() if given), *self._answers()]:
                 raise ConfigError(
                     f"--questions and {flag} cannot be used together",
@@ -66,6 +72,8 @@ class QuestionFlags:
             )
         if self.bins is not None and self.scale is None:
             raise ConfigError("--bins needs --scale", hint="for example --scale 0 10 --bins 5")
+        if self.by_text and not self.options:
+            raise ConfigError("--by-text needs --option", hint="other answers have labels")
 
     def questions(self) -> list[Question]:
         """What is asked; a file is read.
@@ -83,7 +91,7 @@ class QuestionFlags:
         if self.scale is not None:
             low, high = (_number(end) for end in self.scale)
             return [questions.scale(self.question, low, high, _bins(self.bins))]
-        return [questions.choice(self.question, self.options)]
+        return [questions.choice(self.question, self.options, by_text=self.by_text)]
 
     def _answers(self) -> list[str]:
         flags = {

@@ -12,12 +12,16 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.decisions.paths import PathScores, TokenPath, ended, score_paths
 from strata_cli.decisions.prompts import PromptTokenizer
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.prompt_cache import common_tokens
 from strata_cli.engine.reading import next_token_logprobs
 from strata_cli.engine.session import Session
 from strata_cli.errors import InputError
+
+LOGIT_BYTES = 64 << 20
+"""So much host memory, about, holds logits of paths at a time."""
 
 
 class TokenCounts(NamedTuple):
@@ -121,6 +125,33 @@ class EngineBackend:
             for group, labels in zip(prompts, token_ids, strict=True)
         ]
 
+    def score_paths(self, prompt: str, options: Sequence[str]) -> PathScores:
+        """Log-probabilities of whole texts behind one prompt, which is read once.
+
+        Args:
+            prompt: rendered.
+            options: texts, each another one; all of them known to the tokenizer's protect().
+
+        Raises:
+            InputError: the prompt does not fit the context with each text, or merges with one.
+        """
+        (ids,) = self._encode([prompt])
+        paths = ended([tuple(self.tokenizer.continuation(prompt, text)) for text in options])
+        self._check_room(len(ids) + max(map(len, paths)) - 1)
+
+        def read(nodes: Sequence[TokenPath]) -> list[NDArray[np.float32]]:
+            self._prompt_tokens += sum(len(ids) + len(node) for node in nodes)
+            if not self._reuse:
+                whole = [[*ids, *node] for node in nodes]
+                return [self._session.read(one, reuse=False).logits for one in whole]
+            if nodes[0] == ():
+                return [self._session.read(ids).logits]
+            return self._session.score_suffixes(ids, [list(node) for node in nodes])
+
+        engine = self._engine
+        most_rows = max(1, LOGIT_BYTES // (4 * engine.spec.vocab_size))
+        return score_paths(paths, read, most_rows, engine.tokenizer.eos_ids)
+
     def close(self) -> None:
         """Gives the sequence's memory back. Safe to call twice."""
         self._session.close()
@@ -139,14 +170,17 @@ class EngineBackend:
 
     def _encode(self, prompts: Sequence[str]) -> list[list[int]]:
         encoded = [self.tokenizer.prompt_ids(prompt) for prompt in prompts]
-        longest, context = max(map(len, encoded), default=0), self._engine.context_tokens
+        self._check_room(max(map(len, encoded), default=0))
+        return encoded
+
+    def _check_room(self, longest: int) -> None:
+        context = self._engine.context_tokens
         if longest > context:
             raise InputError(
                 f"state and question take {longest} tokens and do not fit the context of "
                 f"{context} tokens",
                 hint=_room_hint(self._engine),
             )
-        return encoded
 
 
 def _common_prefix(prompts: Sequence[list[int]]) -> list[int]:

@@ -21,12 +21,16 @@ from anyjev.readout import (
 )
 
 from strata_cli.decisions.backend import EngineBackend, TokenCounts
+from strata_cli.decisions.by_text import TextAnswer, TextReader
 from strata_cli.decisions.questions import Question, check_distinct
 from strata_cli.engine.engine import Engine
 from strata_cli.errors import InputError
 
 Level: TypeAlias = Literal["raw", "L0"]
 Prior: TypeAlias = Literal["content_free", "none", "batch"]
+
+LEAST_MASS = 0.1
+"""Options that hold less of the probability are warned of."""
 
 DIAGNOSTICS = (
     "answer_mass",
@@ -88,6 +92,24 @@ class Decision:
         """Probability of the likeliest option."""
         return self.probabilities[self.top]
 
+    @property
+    def warnings(self) -> list[str]:
+        """What makes this answer worth less than it looks; mostly nothing."""
+        found = []
+        mass = self.diagnostics["answer_mass"]
+        if mass < LEAST_MASS:
+            found.append(
+                f"all options together hold {mass:.3g} of the probability: the model would rather "
+                "answer something else"
+            )
+        tokens = set(self.diagnostics.get("option_tokens", {}).values())
+        if len(tokens) > 1:
+            found.append(
+                f"options have {min(tokens)} to {max(tokens)} tokens: sums of log-probabilities "
+                "favour short ones"
+            )
+        return found
+
     def as_dict(self) -> dict[str, Any]:
         """AnyJev's dictionary of a decision, and its diagnostics."""
         result: dict[str, Any] = {
@@ -144,6 +166,11 @@ class Decider:
         self.rules = rules
         self._engine = engine
         self._backend = EngineBackend(engine, reuse=rules.reuse)
+        self._by_text = TextReader(
+            self._backend,
+            sorts=rules.level != "raw",
+            has_prior=rules.level != "raw" and rules.prior == "content_free",
+        )
         self._decider = anyjev.Decider(
             self._backend,
             level=rules.level,
@@ -162,14 +189,17 @@ class Decider:
                 questions have one id, or the model has no single tokens for a question's labels.
         """
         check_distinct(questions)
+        self._check_prior(questions)
         if not state.strip():
             raise InputError("the state is empty", hint="give some text to decide about")
         started, before = time.perf_counter(), self._backend.counts
         self._protect(state, questions)
-        specs = [self._spec(question) for question in questions]
-        self._backend.expect(self._first_prompts(state, questions, specs))
-        found = self._decider.decide(state, specs)
-        decisions = [_decision(*pair) for pair in zip(questions, found, strict=True)]
+        decisions = [
+            *self._by_label(state, [one for one in questions if not one.by_text]),
+            *self._by_their_text(state, [one for one in questions if one.by_text]),
+        ]
+        places = {question.id: place for place, question in enumerate(questions)}
+        decisions.sort(key=lambda decision: places[decision.question.id])
         return DecisionSet(
             rules=self.rules,
             decisions=tuple(decisions),
@@ -186,6 +216,30 @@ class Decider:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _by_label(self, state: str, questions: Sequence[Question]) -> list[Decision]:
+        if not questions:
+            return []
+        specs = [self._spec(question) for question in questions]
+        self._backend.expect(self._first_prompts(state, questions, specs))
+        found = self._decider.decide(state, specs)
+        return [_decision(*pair) for pair in zip(questions, found, strict=True)]
+
+    def _by_their_text(self, state: str, questions: Sequence[Question]) -> list[Decision]:
+        if not questions:
+            return []
+        self._backend.expect([self._by_text.prompt(state, question) for question in questions])
+        level = self.rules.level
+        return [_told(one, level, self._by_text.answer(state, one)) for one in questions]
+
+    def _check_prior(self, questions: Sequence[Question]) -> None:
+        for question in questions:
+            if question.by_text and self.rules.depends_on_traffic:
+                raise InputError(
+                    f"{question.id} is answered by its options' text, for which there is no batch "
+                    "prior",
+                    hint="use --prior content_free or none",
+                )
 
     def _protect(self, state: str, questions: Sequence[Question]) -> None:
         texts = [state]
@@ -215,7 +269,8 @@ class Decider:
         return InputError(
             f"{self._engine.model_name} cannot answer {question.id}: {error}",
             hint=f"options are labelled by {shown[question.kind]}, each of which must be a single "
-            "token of the model, and another one than the others'; use another model",
+            "token of the model, and another one than the others'; use another model, or score "
+            "options by their own text with --by-text",
         )
 
 
@@ -228,7 +283,25 @@ def _decision(question: Question, found: anyjev.Decision) -> Decision:
         answer=found.answer,
         top=found.argmax,
         probabilities=_in_order(question, found.distribution),
-        diagnostics={"raw_probs": _in_order(question, raw), **known},
+        diagnostics={"readout": "label", "raw_probs": _in_order(question, raw), **known},
+    )
+
+
+def _told(question: Question, level: Level, found: TextAnswer) -> Decision:
+    probabilities = dict(zip(found.options, map(float, found.probabilities), strict=True))
+    top = found.options[int(np.argmax(found.probabilities))]
+    raw, tokens = found.diagnostics["raw_probs"], found.diagnostics["option_tokens"]
+    return Decision(
+        question=question,
+        level=level,
+        answer=top,
+        top=top,
+        probabilities=_in_order(question, probabilities),
+        diagnostics={
+            **found.diagnostics,
+            "raw_probs": _in_order(question, raw),
+            "option_tokens": {option: tokens[option] for option in question.options},
+        },
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.model.chat_prompt import Shield
+from strata_cli.errors import InputError, quoted
 
 
 class PromptTokenizer:
@@ -74,3 +75,25 @@ class PromptTokenizer:
         return self._tokenizer.encode(
             text, parse_special=True, add_bos=False, restore=self._shield.restore
         )
+
+    def continuation(self, prompt: str, text: str) -> list[int]:
+        """Token ids that a plain text adds behind a prompt, encoded in its place.
+
+        A model without a chat template is prompted up to "Answer:", and reads a space first.
+
+        Args:
+            prompt: as rendered.
+            text: one of the texts of protect(); what it spells out is no control token.
+
+        Raises:
+            InputError: the text changes the prompt's own tokens.
+        """
+        before = self.prompt_ids(prompt)
+        hidden = f" {text}" if self._template is None else self._shield.hide(text)
+        ids = self.prompt_ids(prompt + hidden)
+        if ids[: len(before)] != before or len(ids) == len(before):
+            raise InputError(
+                f"{quoted(text)} cannot be scored behind the prompt: it merges with its last token",
+                hint="leave out spaces and line breaks in front of it",
+            )
+        return ids[len(before) :]

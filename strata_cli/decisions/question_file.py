@@ -1,7 +1,7 @@
 """Several questions in one file: an object of questions by id, as JSON or YAML.
 
-A question has "question", its text, and its answers: "options", "levels", "scale" with or without
-"bins", or "yes_no": true.
+A question has "question", its text, and its answers: "options" with or without "by_text": true,
+"levels", "scale" with or without "bins", or "yes_no": true.
 """
 
 from __future__ import annotations
@@ -48,24 +48,14 @@ def _question(id: Any, entry: Any, origin: str) -> Question:
 
 
 def _typed_question(id: str, entry: dict[Any, Any]) -> Question:
-    for key in entry:
-        if key not in ("question", "bins", *ANSWERS):
-            raise InputError(f"unknown key {quoted(str(key))}", hint=f"known: {', '.join(ANSWERS)}")
-    given = [key for key in ANSWERS if key in entry]
-    if len(given) != 1:
-        found = " and ".join(given) or "none"
-        raise InputError(
-            f"one of {', '.join(ANSWERS)} says what can be answered; found {found}", hint=HINT
-        )
-    if "bins" in entry and given != ["scale"]:
-        raise InputError("bins belong to a scale", hint="leave them out")
+    given = _answers(entry)
     text = _text(entry.get("question"), "question")
-    answers = entry[given[0]]
-    if given == ["options"]:
-        return choice(text, _texts(answers, "options"), id)
-    if given == ["levels"]:
+    answers = entry[given]
+    if given == "options":
+        return choice(text, _texts(answers, "options"), id, by_text=_by_text(entry))
+    if given == "levels":
         return levels(text, _texts(answers, "levels"), id)
-    if given == ["yes_no"]:
+    if given == "yes_no":
         if answers is not True:
             raise InputError("yes_no is not true", hint="give true, or other answers instead")
         return yes_no(text, id)
@@ -74,6 +64,32 @@ def _typed_question(id: str, entry: dict[Any, Any]) -> Question:
     if type(bins) is not int:
         raise InputError(f"bins is not a whole number: {quoted(str(bins))}", hint="for example 5")
     return scale(text, low, high, bins, id)
+
+
+def _answers(entry: dict[Any, Any]) -> str:
+    """The key that says what can be answered."""
+    for key in entry:
+        if key not in ("question", "bins", "by_text", *ANSWERS):
+            raise InputError(f"unknown key {quoted(str(key))}", hint=f"known: {', '.join(ANSWERS)}")
+    given = [key for key in ANSWERS if key in entry]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise InputError(
+            f"one of {', '.join(ANSWERS)} says what can be answered; found {found}", hint=HINT
+        )
+    for key, owner in (("bins", "scale"), ("by_text", "options")):
+        if key in entry and given != [owner]:
+            raise InputError(f"{key} without {owner}", hint="leave it out")
+    return given[0]
+
+
+def _by_text(entry: dict[Any, Any]) -> bool:
+    value = entry.get("by_text", False)
+    if type(value) is not bool:
+        raise InputError(
+            f"by_text is not true or false: {quoted(str(value))}", hint="for example true"
+        )
+    return value
 
 
 def _text(value: Any, name: str) -> str:

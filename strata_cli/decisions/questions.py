@@ -11,7 +11,8 @@ from anyjev.question import MAX_OPTIONS
 
 from strata_cli.errors import InputError, quoted
 
-MOST_OPTIONS: int = MAX_OPTIONS
+MOST_LETTERS: int = MAX_OPTIONS
+MOST_OPTIONS = 255
 MOST_LEVELS = 10
 
 
@@ -21,9 +22,11 @@ class Question:
 
     Attributes:
         spec: AnyJev's form of it, options in the caller's order.
+        by_text: options are scored by their own text, token by token, rather than by a letter.
     """
 
     spec: anyjev.Question
+    by_text: bool = False
 
     @property
     def id(self) -> str:
@@ -45,6 +48,11 @@ class Question:
         """The answers, in the caller's order."""
         return tuple(self.spec.options)
 
+    @property
+    def key(self) -> str:
+        """What tells a question from any other; neither its id nor the options' order is in it."""
+        return f"{self.canonical().key}{'.text' * self.by_text}"
+
     def canonical(self) -> anyjev.Question:
         """The same question whatever order its options are listed in.
 
@@ -56,8 +64,16 @@ class Question:
         return replace(self.spec, options=tuple(sorted(self.options)), name=self.id)
 
 
-def choice(text: str, options: Sequence[str], id: str | None = None) -> Question:
-    """One of 2 to 26 options, labelled by letters; an option's text may have many tokens.
+def choice(
+    text: str, options: Sequence[str], id: str | None = None, *, by_text: bool = False
+) -> Question:
+    """One of 2 to 255 options; an option's text may have many tokens.
+
+    Args:
+        text: what is asked.
+        options: up to 26 are labelled by letters.
+        id: see Question.
+        by_text: score options by their own text instead, as more than 26 always are.
 
     Raises:
         InputError: text or an option is empty or no text of one line, options are equal, or too
@@ -70,12 +86,13 @@ def choice(text: str, options: Sequence[str], id: str | None = None) -> Question
         )
     if len(options) > MOST_OPTIONS:
         raise InputError(
-            f"{len(options)} options to choose from, and {MOST_OPTIONS} are the most: each is "
-            "labelled by a letter",
+            f"{len(options)} options to choose from, and {MOST_OPTIONS} are the most",
             hint="ask in two steps, groups first",
         )
     _check_lines(options, "option")
-    return _made(anyjev.Question.choice(_checked(text), options, _checked_id(id)))
+    # Not by AnyJev's own function, which refuses more options than there are letters.
+    spec = anyjev.Question("choice", _checked(text), tuple(options), _checked_id(id))
+    return Question(spec, by_text=by_text or len(options) > MOST_LETTERS)
 
 
 def yes_no(text: str, id: str | None = None) -> Question:

@@ -37,8 +37,15 @@ def stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 def test_the_json_object_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
     result = decide_json(capsys, STATE, *CHOICE)
     assert set(result) == {
-        *("version", "model", "device", "level", "questions", "abstained", "canonical"),
-        *("depends_on_traffic", "prompt_tokens", "reused_tokens", "read_tokens", "timings"),
+        *("version", "model", "device", "level", "questions", "abstained", "warnings"),
+        *(
+            "canonical",
+            "depends_on_traffic",
+            "prompt_tokens",
+            "reused_tokens",
+            "read_tokens",
+            "timings",
+        ),
     }
     (decision,) = result["questions"].values()
     assert set(decision) == {
@@ -132,7 +139,7 @@ def test_a_batch_prior_is_named_as_what_it_is(capsys: pytest.CaptureFixture[str]
         ([STATE], "no question"),
         ([STATE, *SECTION], "nothing says what can be answered"),
         ([STATE, *SECTION, "-o", "a"], "1 option to choose from"),
-        ([STATE, *SECTION, *(f"-oX{i}" for i in range(27))], "27 options"),
+        ([STATE, *SECTION, *(f"-oX{i}" for i in range(256))], "256 options"),
         ([STATE, *SECTION, "-o", "a", "-o", "a"], "options 1 and 2 are the same"),
         ([STATE, *SECTION, "-o", "a", "--yes-no"], "--option and --yes-no cannot be used together"),
         ([STATE, *SECTION, "--scale", "nan", "1"], "--scale must be two numbers, got 'nan'"),
@@ -141,6 +148,8 @@ def test_a_batch_prior_is_named_as_what_it_is(capsys: pytest.CaptureFixture[str]
         ([STATE, *SECTION, "--scale", "0", "1", "--bins", "x"], "--bins must be a whole number"),
         ([STATE, *SECTION, "--scale", "0", "1", "--bins", "11"], "11 bins to choose from"),
         ([STATE, *SECTION, "--yes-no", "--bins", "3"], "--bins needs --scale"),
+        ([STATE, *YES_NO, "--by-text"], "--by-text needs --option"),
+        ([STATE, "--questions", "q.json", "--by-text"], "--questions and --by-text cannot be"),
         ([STATE, *CHOICE, "--expect", "web"], "--expect must be one of the options, got 'web'"),
         ([STATE, *CHOICE, "--threshold", "1.5"], "--threshold must be a number from 0 to 1"),
         ([STATE, *CHOICE, "--level", "L1"], "--level must be one of raw, L0, got 'L1'"),

@@ -23,7 +23,7 @@ spam: {question: "Spam?", yes_no: true}
     [
         ([], "0 options to choose from"),
         (["a"], "1 option to choose from"),
-        ([f"o{i}" for i in range(27)], "27 options to choose from, and 26 are the most"),
+        ([f"o{i}" for i in range(256)], "256 options to choose from, and 255 are the most"),
         (["a", "b", "a"], "options 1 and 3 are the same: 'a'"),
         (["a", "a "], "options 1 and 2 are the same"),
         (["a", " "], "option 2 is empty"),
@@ -35,6 +35,11 @@ spam: {question: "Spam?", yes_no: true}
 def test_options(options: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         choice("Which?", options)
+
+
+def test_more_options_than_letters_go_by_their_text() -> None:
+    assert not choice("Which?", [f"o{i}" for i in range(26)]).by_text
+    assert choice("Which?", [f"o{i}" for i in range(255)]).by_text
 
 
 def test_options_of_many_tokens_are_fine() -> None:
@@ -120,7 +125,15 @@ def test_yaml_says_the_same() -> None:
         (b'{"a": {"question": "A?", "scale": [0, 1e999]}}', "not between two finite numbers"),
         (b'{"a": {"question": "A?", "scale": [0, true]}}', "scale is not a list of two numbers"),
         (b'{"a": {"question": "A?", "scale": [0, 1], "bins": 2.5}}', "bins is not a whole number"),
-        (b'{"a": {"question": "A?", "yes_no": true, "bins": 3}}', "bins belong to a scale"),
+        (
+            b'{"a": {"question": "A?", "options": ["a", "b"], "by_text": 1}}',
+            "by_text is not true or false: '1'",
+        ),
+        (
+            b'{"a": {"question": "A?", "yes_no": true, "by_text": true}}',
+            "by_text without options",
+        ),
+        (b'{"a": {"question": "A?", "yes_no": true, "bins": 3}}', "bins without scale"),
         (b'{"a": {"question": "A?", "options": ["a"]}}', "question 'a': 1 option to choose from"),
     ],
 )
