@@ -1,0 +1,179 @@
+"""The engine's process: `python -m strata_cli.server.worker FD`, FD being its end of a socket.
+
+Three threads: the main one computes, one listens to the server, one beats. The process ends when
+the server says so or closes the socket, however the server itself came to its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from strata_cli.errors import StrataError
+from strata_cli.server.engine_errors import kind_of
+from strata_cli.server.protocol import (
+    PROTOCOL_VERSION,
+    Beat,
+    Generate,
+    Hello,
+    Loading,
+    Open,
+    ProtocolError,
+    Refused,
+    Score,
+    StatusRequest,
+    Stop,
+)
+from strata_cli.server.worker_channel import Channel
+
+if TYPE_CHECKING:
+    from strata_cli.server.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+END_S = 5.0  # a pass that runs when the end is wanted may take so long
+
+
+def main() -> int:
+    """Serve one server; the process's exit code."""
+    # The server says when to end: a Ctrl-C or a service manager's signal is meant for it, and it
+    # may still want answers from here.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)  # the server knows our end by the socket's
+    channel = Channel(connection)
+    try:
+        return _serve(channel)
+    finally:
+        channel.close()
+
+
+def _serve(channel: Channel) -> int:
+    opening = channel.receive()
+    if opening is None:
+        return 1
+    try:
+        if not isinstance(opening, Open) or opening.version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"the server began with {opening!r:.200}, not with an Open of version "
+                f"{PROTOCOL_VERSION}",
+                hint="server and worker must be of one version of strata",
+            )
+        logging.basicConfig(format="strata: engine: %(levelname)s: %(message)s")
+        logging.getLogger("strata_cli").setLevel(opening.config.log_level.upper())
+        EngineWorker(channel, opening).run()
+    except StrataError as error:
+        channel.send(Refused(kind=kind_of(error), message=error.message, hint=error.hint))
+        return error.exit_code
+    return 0
+
+
+class EngineWorker:
+    """Runs the engine for one server.
+
+    Args:
+        channel: the way to the server.
+        opening: its first message.
+    """
+
+    def __init__(self, channel: Channel, opening: Open) -> None:
+        self._channel = channel
+        self._config = opening.config
+        self._inbox: queue.SimpleQueue[Generate | Score | None] = queue.SimpleQueue()
+        self._scheduler: Scheduler | None = None  # once the model is loaded
+        self._loaded = 0  # grows while it is loaded; the main thread writes it
+
+    def run(self) -> None:
+        """Load the model, and serve until the server wants no more.
+
+        Raises:
+            StrataError: the model cannot be loaded.
+        """
+        threading.Thread(target=self._listen, name="listener", daemon=True).start()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        # Not at the top of the file: who listens and beats must be there before what takes long.
+        from strata_cli.engine.engine import Engine
+        from strata_cli.engine.options import engine_options
+        from strata_cli.engine.trace import open_trace
+        from strata_cli.server.scheduler import Scheduler, model_facts
+
+        with (
+            open_trace(self._config.trace) as trace,
+            Engine.open(
+                engine_options(self._config, trace=trace),
+                self._loading("weights"),
+                notice=lambda text: self._channel.send(Loading(phase="notice", text=text)),
+                compiling=self._loading("kernels"),
+            ) as engine,
+            Scheduler(engine, self._channel.send) as scheduler,
+        ):
+            self._scheduler = scheduler
+            self._channel.send(Hello(facts=model_facts(engine, scheduler)))
+            self._work(scheduler)
+
+    def _loading(self, phase: Literal["weights", "kernels"]) -> Callable[[int, int], None]:
+        def tell(done: int, total: int) -> None:
+            self._loaded += 1
+            self._channel.send(Loading(phase=phase, done=done, total=total))
+
+        return tell
+
+    def _work(self, scheduler: Scheduler) -> None:
+        while True:
+            try:
+                request = self._inbox.get(block=not scheduler.is_busy)
+            except queue.Empty:
+                scheduler.turn()
+                continue
+            if request is None:
+                return
+            scheduler.submit(request)
+
+    def _listen(self) -> None:
+        """Stops and questions are answered at once, requests go to the main thread."""
+        while True:
+            try:
+                message = self._channel.receive()
+            except ProtocolError:
+                logger.exception("the server cannot be understood")
+                break
+            scheduler = self._scheduler
+            if isinstance(message, Generate | Score):
+                self._inbox.put(message)
+            elif isinstance(message, Stop) and scheduler is not None:
+                scheduler.cancel(message.request_id)
+            elif isinstance(message, StatusRequest) and scheduler is not None:
+                self._channel.send(scheduler.status())
+            else:
+                break  # a Shutdown, or the end of the server
+        self._end()
+
+    def _end(self) -> None:
+        self._inbox.put(None)
+        if self._scheduler is not None:
+            self._scheduler.cancel_all()
+            time.sleep(END_S)
+        os._exit(1)  # the main thread is still loading, or stuck
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            scheduler = self._scheduler
+            if scheduler is None:
+                self._channel.send(Beat(progress=self._loaded, pending_tokens=0))
+            elif scheduler.is_busy:
+                self._channel.send(scheduler.beat())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
