@@ -106,6 +106,31 @@ class StrataConfig:
         "auto keeps one per model, on GPUs.",
         parse=auto_or_path,
     )
+    expert_profile_save: Path | None = setting(
+        None,
+        "File for the profile with what this run adds to it, for --expert-profile of later runs.",
+        parse=none_or_path,
+    )
+    expert_profile_save_every: float = setting(
+        10.0,
+        "Minutes between two saves of that file; 0 saves it at the end alone.",
+        parse=number(0),
+    )
+    adapt_every: int = setting(
+        4,
+        "Steps between two rounds in which cached experts follow what steps use; 0 keeps them.",
+        parse=whole_number(0),
+    )
+    adapt_swaps: int | None = setting(
+        None,
+        "Most experts that a round brings to the cache; auto suits the link, 0 brings none.",
+        parse=auto_or_slots,
+    )
+    adapt_decay: float = setting(
+        0.7,
+        "What the use that was counted before a round still counts after it.",
+        parse=number(0, 1),
+    )
     prefill_stream_min: int = setting(
         1024,
         "Tokens of a prompt chunk from which on experts are copied ahead of their routing.",

@@ -252,6 +252,7 @@ PATHS = (
     "trace",
     "prefill_dump_r",
     "expert_profile",
+    "expert_profile_save",
 )  # whether a path can be, the file system knows
 
 

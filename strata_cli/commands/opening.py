@@ -30,8 +30,14 @@ ENGINE_SETTINGS = (
     "prefill",
     "expert_cache",
     "expert_profile",
+    "expert_profile_save",
+    "expert_profile_save_every",
+    "adapt_every",
+    "adapt_swaps",
+    "adapt_decay",
 )
 STDIN_FILE = "/dev/stdin"
+PROFILE_INPUT = "expert profile"  # which a run may go on from and save again
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
@@ -48,7 +54,7 @@ def input_files(
     """Every file that a run reads, by what it is: no output may go there."""
     files = {
         "config file": config_file,
-        "expert profile": config.expert_profile,
+        PROFILE_INPUT: config.expert_profile,
         "prompt's file": source.file,
         "tokens' file": source.tokens_file,
         "prompt on stdin": STDIN_FILE if source.is_from_stdin() else None,
@@ -112,6 +118,9 @@ def _check_outputs(config: StrataConfig, inputs: Mapping[str, str]) -> None:
         check_logits_file("STRATA_TRACE", config.trace, inputs)
     if config.prefill_dump_r is not None:
         check_logits_file("STRATA_PREFILL_DUMP_R", os.fspath(config.prefill_dump_r), inputs)
+    if config.expert_profile_save is not None:
+        others = {what: path for what, path in inputs.items() if what != PROFILE_INPUT}
+        check_logits_file("--expert-profile-save", os.fspath(config.expert_profile_save), others)
 
 
 def _notice(text: str) -> None:

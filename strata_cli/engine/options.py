@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from strata_cli.config import StrataConfig
 from strata_cli.engine.engine import EngineOptions
+from strata_cli.engine.experts.adapting import AdaptRules
 from strata_cli.engine.experts.sizing import RING_BYTES, RingRules
 from strata_cli.engine.experts.streaming import StreamOptions
 from strata_cli.engine.prefill.prompt_stream import StreamRules
@@ -31,6 +32,9 @@ def engine_options(
         prefill=config.prefill,
         expert_cache=config.expert_cache,
         expert_profile=config.expert_profile,
+        profile_save=config.expert_profile_save,
+        profile_save_every_s=60 * config.expert_profile_save_every,
+        adapt=AdaptRules(config.adapt_every, config.adapt_swaps, config.adapt_decay),
         streaming=_streaming(config),
         will_chat=will_chat,
         trace=trace,

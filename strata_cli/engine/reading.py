@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.decode.sampling import Sampler, choose
 from strata_cli.engine.engine import Engine, Sequence
+from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.forward.state import StateHash
 from strata_cli.engine.kernels.head import log_softmax_row, top_k
 from strata_cli.engine.prefill.chunks import Wanted
@@ -111,6 +112,7 @@ class ReadResult:
             to be generated.
         state_hash: when asked for.
         reused_tokens: of the prompt, those that an earlier read had read.
+        residency: what became of the experts that steps wanted; None where all of them stay put.
     """
 
     logits: NDArray[np.float32]
@@ -122,6 +124,7 @@ class ReadResult:
     state_hash: StateHash | None
     timings: Timings
     reused_tokens: int = 0
+    residency: ResidencyCounts | None = None
 
 
 def read(
@@ -211,6 +214,7 @@ def _answer(
     on_token: Callable[[int], None] | None,
     cancellation: Cancellation,
 ) -> ReadResult:
+    before = engine.residency_counts
     last = prompt.logits[-1] if request.all_logits else prompt.logits
     top, allowed = next_token_logprobs(last, request.top, request.allowed_ids)
     started = time.perf_counter()
@@ -232,7 +236,14 @@ def _answer(
             generate_tokens_per_s=steps / generate_s if steps else 0.0,
         ),
         reused_tokens=prompt.reused_tokens,
+        residency=_difference(before, engine.residency_counts),
     )
+
+
+def _difference(
+    before: ResidencyCounts | None, after: ResidencyCounts | None
+) -> ResidencyCounts | None:
+    return None if before is None or after is None else after - before
 
 
 def next_token_logprobs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from strata_cli.commands import opening
 from strata_cli.commands.main import run, strata
 from strata_cli.config import StrataConfig
 from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.experts.adapting import AdaptRules
 from strata_cli.engine.prefill.prompt_stream import StreamRules
+from strata_cli.errors import ConfigError
 
 
 class Opened(Exception):  # noqa: N818  not an error
@@ -40,6 +43,8 @@ def test_without_settings_everything_is_as_the_engine_has_it(
     options = options_of(monkeypatch)
     assert options.streaming == StreamRules()
     assert (options.expert_cache, options.expert_profile) == (None, None)
+    assert options.adapt == AdaptRules()
+    assert (options.profile_save, options.profile_save_every_s) == (None, 600)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,49 @@ def test_cache_and_profile_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
     options = options_of(monkeypatch, expert_cache="0", expert_profile="use.npz")
     assert options.expert_cache == 0
     assert options.expert_profile == Path("use.npz")
+
+
+def test_the_adaptive_tier_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_of(monkeypatch, adapt_every="7", adapt_swaps="9", adapt_decay="0.5")
+    assert options.adapt == AdaptRules(every=7, swaps=9, decay=0.5)
+
+
+def test_the_learned_profile_reaches_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, minutes = os.fspath(tmp_path / "use.npz"), "0.5"
+    options = options_of(monkeypatch, expert_profile_save=file, expert_profile_save_every=minutes)
+    assert options.profile_save == Path(file)
+    assert options.profile_save_every_s == 30
+
+
+def test_a_profile_may_be_saved_where_it_came_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "use.npz"
+    file.write_bytes(b"x")
+    config = StrataConfig.load(
+        {}, {"STRATA_EXPERT_PROFILE": str(file), "STRATA_EXPERT_PROFILE_SAVE": str(file)}
+    )
+    inputs = {opening.PROFILE_INPUT: str(file)}
+    with (
+        pytest.raises(ConfigError, match="damaged"),
+        opening.open_engine(
+            dataclasses.replace(config, expert_cache=4), will_chat=False, inputs=inputs
+        ),
+    ):
+        pass
+
+
+def test_a_profile_is_not_saved_over_the_model(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"x")
+    config = StrataConfig(model=model, expert_profile_save=model)
+    with (
+        pytest.raises(ConfigError, match="is the model, which this would overwrite"),
+        opening.open_engine(config, will_chat=False, inputs={}),
+    ):
+        pass
 
 
 def _flat(rules: Any, prefix: str = "") -> dict[str, Any]:

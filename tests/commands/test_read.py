@@ -82,12 +82,25 @@ def test_the_json_object_has_the_documented_keys(capsys: pytest.CaptureFixture[s
         "finish_reason",
         "canonical",
         "state_hash",
+        "residency",
         "timings",
     }
     assert set(result["top_logprobs"][0]) == {"id", "token", "bytes", "logprob"}
     assert result["prompt_tokens"] == result["read_tokens"] + result["reused_tokens"]
     assert len(result["generated_ids"]) <= 2
     assert result["canonical"] is False
+    assert result["residency"] is None
+
+
+def test_the_json_object_says_where_the_experts_of_an_answer_were(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = read_json(capsys, PROMPT, "--max-tokens", "4", "--expert-cache", "100")
+    counts = result["residency"]
+    assert counts["windows"] == len(result["generated_ids"]) - 1
+    assert counts["hits"] + counts["pcie"] == counts["routed"]
+    assert counts["cpu"] == counts["dropped"] == 0
+    assert counts["hit_rate"] + counts["pcie_share"] == pytest.approx(1)
 
 
 def test_a_model_without_a_name_has_its_files_as_far_as_that_is_text(
