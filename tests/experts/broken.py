@@ -78,8 +78,8 @@ class AwaitsTheFirstSlotOnly(Ring):
 
 
 class ReleasesTheLastSlotOnly(Ring):
-    def release(self, entries: Sequence[int]) -> None:
-        super().release(entries[-1:])
+    def release(self, entries: Sequence[int]) -> Event:
+        return super().release(entries[-1:])
 
 
 class WritesTheNextSlot(Ring):
@@ -150,8 +150,11 @@ class ReleasesBeforeReading(Consumer):
 
 class GivesBackWithoutRelease(Consumer):
     def groups(self, layer: int) -> Iterator[range]:
-        self._ring.release = lambda entries: None  # type: ignore[method-assign]  # noqa: ARG005
+        self._ring.release = self._event_of  # type: ignore[method-assign]
         yield from super().groups(layer)
+
+    def _event_of(self, entries: Sequence[int]) -> Event:
+        return self._ring._used_events[entries[-1] % self._ring.num_slots]
 
 
 class LeavesOutTheLastGroup(Consumer):

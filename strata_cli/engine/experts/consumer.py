@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from strata_cli.engine.experts.tracing import ReadTrace
 from strata_cli.errors import ShapeError
 
 GROUP_EXPERTS = 16
+GROUPS_AHEAD = 2  # enqueued and unread: the device never waits for us, and we not for it too soon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,8 @@ class ConsumerRules:
 
     Attributes:
         group: experts of a group that waits for copies.
-        takes_landed: make a group longer by what has landed already, up to half of the ring.
+        takes_landed: make a group longer by what has landed already, up to half of the ring, and
+            begin none while two are enqueued and unread: until then more will have landed.
         kept: where blobs are kept for the next chunk; None: nowhere.
     """
 
@@ -133,9 +136,12 @@ class Consumer:
         ranks, entries = self._entries.ranks, self._entries.of_layer(layer)
         routed = [k for k in entries if self._row[ranks[k]]]
         self._choose_kept(layer, routed)
+        enqueued: deque[Event] = deque()
         at = 0
         while at < len(routed):
             self._give_back(routed[at])
+            if len(enqueued) == GROUPS_AHEAD and self._rules.takes_landed:
+                self._issuer.await_event(enqueued.popleft(), f"experts of layer {layer}")
             stop = self._group_end(routed, at)
             first, last = routed[at], routed[stop - 1]
             self._issuer.require(last)
@@ -146,7 +152,7 @@ class Consumer:
             yield group
             self._trace.computed(start, layer, group, stop - at, is_resident=False)
             self._keep(layer, routed[at:stop])
-            self._ring.release(routed[at:stop])
+            enqueued.append(self._ring.release(routed[at:stop]))
             self._give_back(last + 1)
             self._trace.pause()
             at = stop
@@ -191,7 +197,15 @@ class Consumer:
         stop = min(at + self._rules.group, bound)
         if not self._rules.takes_landed or stop == bound:
             return stop
-        landed = bisect_left(routed, self._issuer.walk.issued, stop, bound)
-        if landed > stop and self._ring.has_landed(routed[landed - 1]):
-            return landed
-        return stop
+        issued = bisect_left(routed, self._issuer.walk.issued, stop, bound)
+        return self._landed_end(routed, stop, issued)
+
+    def _landed_end(self, routed: Sequence[int], start: int, stop: int) -> int:
+        """End of what has landed of routed[start:stop], which is issued. Copies land in order."""
+        while start < stop:
+            middle = (start + stop + 1) // 2
+            if self._ring.has_landed(routed[middle - 1]):
+                start = middle
+            else:
+                stop = middle - 1
+        return start

@@ -120,8 +120,12 @@ class Ring:
         """Whether the copy of entry k, which is issued and not given back, is finished."""
         return self.copied[k % self.num_slots].query()
 
-    def release(self, entries: Sequence[int]) -> None:
-        """The reads of these entries are enqueued: their slots may be written behind them."""
+    def release(self, entries: Sequence[int]) -> Event:
+        """The reads of these entries are enqueued: their slots may be written behind them.
+
+        Returns:
+            the event behind the reads, until one of the slots is released again.
+        """
         slots = [k % self.num_slots for k in entries]
         event = self._used_events[slots[-1]]
         self.reads.record(event)
@@ -129,6 +133,7 @@ class Ring:
         for slot in slots:
             self._used[slot] = event
             self._released[slot] = self._num_releases
+        return event
 
     def drain(self) -> None:
         """Blocks until no copy is under way; with a trace, until no read is either.
