@@ -413,19 +413,23 @@ def expert_pair(bench: Bench, layout: WeightLayout) -> Callable[[], None]:
     """Gate and up of ten experts."""
     experts = []
     for _ in range(2):
-        data = repeated_rows(bench, layout.qtype, layout.rows, layout.cols, TOP_K)
-        place = np.arange(NUM_EXPERTS, dtype=np.int64) % TOP_K
-        blobs = bench.tensor(data.address + layout.nbytes * place)
+        blobs = expert_blobs(bench, layout)
         experts.append(Experts(blobs, layout, empty(bench.device, (TOP_K, layout.rows))))
     x, row_of = bench.normal(1, layout.cols), bench.tensor(np.zeros(TOP_K, np.int32))
     start = bench.tensor(starts_of(np.arange(TOP_K)))
     return partial(grouped_matmul_pair, bench.stream, x, experts[0], experts[1], row_of, start)
 
 
-def expert_launch(bench: Bench, layout: WeightLayout) -> Callable[[], None]:
+def expert_blobs(bench: Bench, layout: WeightLayout) -> Tensor:
+    """Addresses of experts that share ten matrices; the bench keeps these."""
     data = repeated_rows(bench, layout.qtype, layout.rows, layout.cols, TOP_K)
+    bench.kept.append(data)  # nothing else does: launches know them by their addresses alone
     place = np.arange(NUM_EXPERTS, dtype=np.int64) % TOP_K
-    blobs = bench.tensor(data.address + layout.nbytes * place)
+    return bench.tensor(data.address + layout.nbytes * place)
+
+
+def expert_launch(bench: Bench, layout: WeightLayout) -> Callable[[], None]:
+    blobs = expert_blobs(bench, layout)
     x, row_of = bench.normal(TOP_K, layout.cols), bench.tensor(np.arange(TOP_K, dtype=np.int32))
     start = bench.tensor(starts_of(np.arange(TOP_K)))
     out = empty(bench.device, (TOP_K, layout.rows))

@@ -36,12 +36,13 @@ READ = Kernel("read_all", nothing, nothing, str(Path(__file__).with_name("read_a
 
 @dataclass
 class Bench:
-    """The device, and the rows of results so far."""
+    """The device, the rows of results so far, and memory that kernels find by address."""
 
     device: Device
     stream: Stream
     rows: list[dict[str, Any]] = field(default_factory=list)
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    kept: list[Tensor] = field(default_factory=list)
 
     def tensor(self, values: np.ndarray) -> Tensor:
         tensor = empty(self.device, values.shape, values.dtype)

@@ -6,6 +6,8 @@ import threading
 from collections import defaultdict
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from strata_cli.engine.device.base import (
     Device,
     Event,
@@ -19,6 +21,7 @@ from strata_cli.engine.model.quants import QuantType, row_bytes
 
 GROUP = 64  # launches that are enqueued while the stream stands still, then run back to back
 PATIENCE_S = 20.0
+SEVERAL = "matmul_several"
 
 
 class Row(NamedTuple):
@@ -100,37 +103,55 @@ class TimedStream:
 
 
 class Product(NamedTuple):
-    """What a launch of a product multiplies with."""
+    """What a launch of a product multiplies with: rows of each matrix, and their columns.
 
-    qtype: QuantType
-    rows: int
+    Attributes:
+        qtype: None where they are of several types.
+    """
+
+    qtype: QuantType | None
+    rows: tuple[int, ...]
     cols: int
 
 
 def product(kernel: Kernel, args: tuple[KernelArgument, ...]) -> Product | None:
-    """The matrix of a dense or grouped product; None for other kernels."""
+    """The matrices of a dense or grouped product; None for other kernels."""
+    name = kernel.name.removeprefix("gated_").partition("<")[0]
     numbers = [int(a) for a in args if not isinstance(a, Tensor)]
-    if kernel.name.startswith("matmul"):
-        qtype, _, rows, cols = numbers
-    elif kernel.name.startswith("grouped"):
-        qtype, rows, cols, _ = numbers
-    else:
-        return None
-    return Product(QuantType(qtype), rows, cols)
+    if name == SEVERAL:  # x, then weights and outputs in turn
+        return Product(
+            None, tuple(out.shape[1] for out in operands(kernel, args)[2::2]), numbers[1]
+        )
+    if name.startswith(("matmul", "few")):
+        qtype, _, rows, cols = numbers[:4]
+        return Product(QuantType(qtype), (rows,), cols)
+    if name.startswith("grouped"):
+        qtype, rows, cols = numbers[:3]
+        return Product(QuantType(qtype), (rows,) * (2 if name == "grouped_pair" else 1), cols)
+    return None
+
+
+def operands(kernel: Kernel, args: tuple[KernelArgument, ...]) -> list[Tensor]:
+    """The tensors that a launch uses: where several products were filled up, only their own."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    name, _, parameters = kernel.name.partition("<")
+    return tensors[: 1 + 2 * int(parameters.partition(",")[0])] if name == SEVERAL else tensors
 
 
 def label(kernel: Kernel, args: tuple[KernelArgument, ...]) -> str:
-    matrix = product(kernel, args)
-    return f"{kernel.name} {matrix.rows}x{matrix.cols}" if matrix else kernel.name
+    matrices = product(kernel, args)
+    if matrices is None:
+        return kernel.name
+    return f"{kernel.name} {'+'.join(map(str, matrices.rows))}x{matrices.cols}"
 
 
 def bytes_moved(kernel: Kernel, args: tuple[KernelArgument, ...]) -> int:
     """Bytes of the tensors, and of the matrices that a grouped product finds by address."""
-    tensors = [a for a in args if isinstance(a, Tensor)]
+    tensors = operands(kernel, args)
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    matrix = product(kernel, args)
-    if matrix is not None and kernel.name.startswith("grouped"):
-        starts, pairs = tensors[-2], tensors[-3]
+    matrices = product(kernel, args)
+    if matrices is not None and "grouped" in kernel.name and matrices.qtype is not None:
+        pairs, starts = (t for t in tensors if t.dtype == np.int32)
         used = min(pairs.shape[0], starts.shape[0] - 1)
-        nbytes += used * matrix.rows * row_bytes(matrix.qtype, matrix.cols)
+        nbytes += used * sum(matrices.rows) * row_bytes(matrices.qtype, matrices.cols)
     return nbytes

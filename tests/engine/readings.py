@@ -28,12 +28,13 @@ class Reading:
 def open_engine(
     path: Path,
     *,
-    device: str = "host",
+    device: str,
     prefill: int = 0,
     threads: int = 2,
     context: int = 0,
     homes: Homes = DEFAULT_HOMES,
 ) -> Engine:
+    """An engine on the device named: devices differ in bits, so none is taken for granted."""
     return Engine.open(
         EngineOptions(
             model=path,

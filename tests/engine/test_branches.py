@@ -40,9 +40,12 @@ def test_each_suffix_is_as_if_read_alone(
         assert np.array_equal(bits(logits), bits(truth(TEXT[: position + 9]).logits))
 
 
-def test_a_suffix_longer_than_a_pass_is_read_in_several(model: Path, truth: Truth) -> None:
+def test_a_suffix_longer_than_a_pass_is_read_in_several(
+    model: Path, device_name: str, truth: Truth
+) -> None:
     suffixes = [TEXT[:3], TEXT[20:120], TEXT[3:9], TEXT[50:66], TEXT[7:8]]
-    with open_engine(model, prefill=16) as engine, engine.sequence() as sequence:
+    opened = open_engine(model, device=device_name, prefill=16)
+    with opened as engine, engine.sequence() as sequence:
         sequence.prefill(TEXT[:33])
         for suffix, row in zip(suffixes, sequence.score(suffixes), strict=True):
             assert np.array_equal(bits(row), bits(truth(TEXT[:33] + suffix).logits))
@@ -70,10 +73,11 @@ def test_sixteen_suffixes_have_as_many_rows(engine: Engine, truth: Truth) -> Non
     ],
     ids=["no memory of the convolutions", "attention alone", "recurrent alone", "dense"],
 )
-def test_models_of_other_parts(tmp_path: Path, dims: dict[str, Any]) -> None:
+def test_models_of_other_parts(tmp_path: Path, device_name: str, dims: dict[str, Any]) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", **dims)
     suffixes = [TEXT[40:43], TEXT[50:51], TEXT[60:69]]
-    with open_engine(path, context=64) as engine, engine.sequence() as sequence:
+    opened = open_engine(path, device=device_name, context=64)
+    with opened as engine, engine.sequence() as sequence:
         sequence.prefill(TEXT[:21])
         rows = sequence.score(suffixes)
         own = Truth(engine)

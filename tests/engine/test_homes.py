@@ -37,7 +37,7 @@ CACHED = Placement(ExpertHome.CACHED, is_table_mapped=True)
 @pytest.fixture(scope="module")
 def host_reading(model: Path) -> Reading:
     """Every token of TEXT, read on the host."""
-    with open_engine(model) as engine:
+    with open_engine(model, device="host") as engine:
         return read_in_parts(engine, [TEXT])
 
 

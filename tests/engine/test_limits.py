@@ -44,7 +44,7 @@ def test_the_last_place_of_a_context_can_be_stepped_into(
 
 def test_a_context_beyond_the_model_is_refused(model: Path) -> None:
     with pytest.raises(InputError, match=f"{CONTEXT + 1} is more than the model's {CONTEXT}"):
-        open_engine(model, context=CONTEXT + 1)
+        open_engine(model, device="host", context=CONTEXT + 1)
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCAB, 2**31, 2**63, -(2**40)])
@@ -109,11 +109,11 @@ def test_a_closed_engine_says_so(model: Path, device_name: str) -> None:
 
 def test_an_engine_takes_its_threads_along(model: Path) -> None:
     before = set(threading.enumerate())
-    with open_engine(model) as engine, engine.sequence() as sequence:
+    with open_engine(model, device="host") as engine, engine.sequence() as sequence:
         sequence.prefill([1, 2])
         assert set(threading.enumerate()) > before
     with pytest.raises(InputError):
-        open_engine(model, context=CONTEXT + 1)
+        open_engine(model, device="host", context=CONTEXT + 1)
     assert set(threading.enumerate()) == before
 
 

@@ -19,7 +19,7 @@ from tests.engine.strategies import EOS
 COMPONENTS = ("gdn", "ple", "tail", "pooled", "kv", "ple_prev")
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 64, 192, 1024])
+@pytest.mark.parametrize("chunk", [1, 3, 16, 33, 64, 192, 1024])
 def test_the_chunk_does_not_change_a_bit(
     model: Path, device_name: str, whole: Reading, chunk: int
 ) -> None:
@@ -70,7 +70,8 @@ def test_prefill_returns_the_rows_asked_for(engine: Engine, whole: Reading) -> N
 
 def test_progress_counts_the_tokens_chunk_by_chunk(model: Path) -> None:
     calls: list[tuple[int, int]] = []
-    with open_engine(model, prefill=100) as engine, engine.sequence() as sequence:
+    opened = open_engine(model, device="host", prefill=100)
+    with opened as engine, engine.sequence() as sequence:
         sequence.prefill(TEXT, progress=lambda *call: calls.append(call))
     assert calls == [(100, 260), (200, 260), (260, 260)]
 

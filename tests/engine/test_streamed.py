@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from strata_cli.engine.engine import Engine
 from strata_cli.engine.experts import waiting
 from strata_cli.engine.prefill.feed import StreamTables
 from strata_cli.engine.trace import Event, Trace
-from strata_cli.errors import DeviceError, StallError
+from strata_cli.errors import DeviceError, StallError, StateError
 from tests.engine.readings import open_engine
 from tests.engine.streams import (
     NUM_EXPERTS,
@@ -188,8 +190,13 @@ def test_an_interrupt_ends_the_wait_for_the_routing(
     engine: Engine, truth: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_run = threading.Event()
+    sleep = time.sleep
 
-    def interrupted(_seconds: float) -> None:
+    def interrupted(seconds: float) -> None:
+        """The first one alone: a device may sleep too, as what was lent is filled again."""
+        if threading.current_thread() is not threading.main_thread() or may_run.is_set():
+            sleep(seconds)
+            return
         may_run.set()
         raise KeyboardInterrupt
 
@@ -199,6 +206,28 @@ def test_an_interrupt_ends_the_wait_for_the_routing(
             patch.setattr("time.sleep", interrupted)
             break_off(engine, sequence, KeyboardInterrupt)
     assert_same_talk(talk(engine), truth)
+
+
+def test_a_second_interrupt_leaves_what_was_lent_to_the_next_prompt(
+    engine: Engine, truth: Talk
+) -> None:
+    """It comes while what the first one's prompt had borrowed is filled again."""
+    cache = store_of(engine).cache
+    held = cache.pair_in.copy()
+    interrupts = (
+        failing(engine._stream, ("launch",), 130, KeyboardInterrupt()),
+        failing(cache._uploader, ("upload",), 0, KeyboardInterrupt()),
+    )
+    with engine.sequence() as sequence:
+        with interrupts[0], interrupts[1], pytest.raises(KeyboardInterrupt):
+            sequence.prefill(TURNS[0])
+        assert not issuers()
+        assert cache.loan is None
+        assert (cache.pair_in != held).any()
+        with pytest.raises(StateError, match="interrupted"):
+            sequence.step(STEPS[0])
+    assert_same_talk(talk(engine), truth)
+    assert (cache.pair_in == held).all()
 
 
 def test_an_interrupt_ends_the_wait_for_a_copy(
@@ -251,15 +280,17 @@ def test_a_failing_copy_is_one_error_and_the_next_prompt_is_right(
 ) -> None:
     copies = store_of(engine).copies
     cache = store_of(engine).cache
-    take_back, broken = (
-        cache.take_back,
-        failing(copies, ("copy", "copy_many"), after, DeviceError("the link is gone")),
-    )
-    with engine.sequence() as sequence, pytest.MonkeyPatch.context() as patch:
-        broken.__enter__()
+    take_back = cache.take_back
+    broken = failing(copies, ("copy", "copy_many"), after, DeviceError("the link is gone"))
+    with (
+        engine.sequence() as sequence,
+        pytest.MonkeyPatch.context() as patch,
+        ExitStack() as until_mended,
+    ):
+        until_mended.enter_context(broken)
 
         def mended(loan: Any) -> None:
-            broken.__exit__(None, None, None)
+            until_mended.close()
             take_back(loan)
 
         patch.setattr(cache, "take_back", mended)
