@@ -41,6 +41,8 @@ WAYS = {
     "routed, depth auto": replace(PLAIN, stream=replace(PLAIN.stream, depth=0)),
     "likely": replace(PLAIN, is_likely=True),
     "likely, depth auto": replace(PLAIN, is_likely=True, stream=replace(PLAIN.stream, depth=0)),
+    "likely, depth 48": replace(PLAIN, is_likely=True, stream=replace(PLAIN.stream, depth=48)),
+    "likely, depth 128": replace(PLAIN, is_likely=True, stream=replace(PLAIN.stream, depth=128)),
     "likely, inline": replace(
         PLAIN, is_likely=True, stream=replace(PLAIN.stream, has_thread=False)
     ),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from strata_cli.engine.device.base import Device, Tensor
+from strata_cli.engine.experts.depth import AutoDepth
 from strata_cli.engine.experts.entries import rank_experts
 from strata_cli.engine.experts.keeping import most_used
 from strata_cli.engine.experts.streaming import Blobs, ChunkStream, StreamOptions
@@ -130,6 +131,14 @@ def test_an_abandoned_chunk_leaves_a_ring_that_the_next_can_use(lab: Lab) -> Non
         stream.finish()
     lab.ring.drain()
     lab.stream_chunk(lab.case, OPTIONS)
+
+
+def test_an_automatic_depth_goes_on_where_the_chunk_before_ended(lab: Lab) -> None:
+    ranking, learnt = rank_experts(lab.case.resident), AutoDepth(24)
+    for depth, expected in ((0, "depth 24"), (7, "depth 7")):
+        options = replace(OPTIONS, depth=depth)
+        stream = ChunkStream(ranking, lab.ring, Blobs(lab.layers), options, learnt=learnt)
+        assert stream.report().endswith(expected)
 
 
 def test_a_stopped_stream_says_so(lab: Lab) -> None:

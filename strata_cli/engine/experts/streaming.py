@@ -103,6 +103,8 @@ class ChunkStream:
         options: see StreamOptions.
         kept: where blobs are kept for the next chunk; None: nowhere. What is kept already is
             resident in the ranking.
+        learnt: what earlier chunks found out about the depth that the link needs, for an
+            automatic depth; None: this chunk begins anew.
 
     Attributes:
         entries: the chunk's list. For a small ring it grows with publish().
@@ -119,6 +121,7 @@ class ChunkStream:
         blobs: Blobs,
         options: StreamOptions,
         kept: KeptBlobs | None = None,
+        learnt: AutoDepth | None = None,
     ) -> None:
         is_small = ring.num_slots <= SMALL_RING_SLOTS
         skips = options.skips_unrouted and not is_small
@@ -128,7 +131,7 @@ class ChunkStream:
             self.entries = list_entries(ranking, blobs.needs_stager)
         gate = Gate(ranking.num_layers, ranking.num_experts) if skips else None
         self._link = RingLink(ring, self.entries, blobs.layers, blobs.stager)
-        depth = _depth_rule(options.depth) if skips else None
+        depth = _depth_rule(options.depth, learnt) if skips else None
         rules = WalkRules(ring.num_slots, depth, options.together)
         self._walk = Walk(self.entries, self._link, rules, gate)
         issues = ThreadIssuer if options.has_thread else InlineIssuer
@@ -225,5 +228,5 @@ class ChunkStream:
             logger.warning("%s", error)  # the first exception says more
 
 
-def _depth_rule(depth: int) -> DepthRule:
-    return FixedDepth(depth) if depth else AutoDepth()
+def _depth_rule(depth: int, learnt: AutoDepth | None) -> DepthRule:
+    return FixedDepth(depth) if depth else learnt or AutoDepth()

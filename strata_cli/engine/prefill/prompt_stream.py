@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.device.base import Device, Stream, Tensor
+from strata_cli.engine.experts.depth import AutoDepth
 from strata_cli.engine.experts.entries import RingShape, rank_experts
 from strata_cli.engine.experts.keeping import KeptBlobs
 from strata_cli.engine.experts.order import by_score, expected_use
@@ -78,12 +79,14 @@ class History:
 
     Attributes:
         scores: see above; may be replaced.
+        depth: what the streams found out about the link.
         counts: what the streams of the last prompt did, chunk by chunk.
         use: tokens of each expert in them, int64 [L, E]; None: there were none.
     """
 
     def __init__(self, scores: NDArray[np.float32]) -> None:
         self.scores = scores
+        self.depth = AutoDepth()
         self.counts: list[StreamCounts] = []
         self.use: NDArray[np.int64] | None = None
         self._last_use: NDArray[np.int64] | None = None
@@ -219,7 +222,8 @@ class PromptStream:
             addresses = np.where(self._kept.is_kept, self._kept.addresses, addresses)
         order = self._history.order() if self._rules.is_likely else None
         ranking = rank_experts(resident, order)
-        stream = ChunkStream(ranking, ring, store.blobs, self._rules.stream, kept)
+        learnt = self._history.depth
+        stream = ChunkStream(ranking, ring, store.blobs, self._rules.stream, kept, learnt)
         with store.staging(stream.entries), stream, self._cancellation.stopping(stream.stop):
             yield StreamFeed(self._tables, stream, ranking, addresses, ring.shape)
             stream.finish()
