@@ -193,8 +193,7 @@ def decode_row(
             begin = time.perf_counter()
             sequence.step(ids[index % prompt])
             step_seconds.append(time.perf_counter() - begin)
-        graph, stream = sequence._decoder._graph, engine._stream
-        assert graph is not None
+        ((graph, _),), stream = engine._decoder._recorded.values(), engine._stream
 
         def replay() -> None:
             for _ in range(REPLAYS):

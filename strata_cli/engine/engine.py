@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,12 +42,13 @@ from strata_cli.engine.model.tokenizer import Tokenizer
 from strata_cli.engine.prefill.branches import read_branches
 from strata_cli.engine.prefill.chunks import Wanted, prefill
 from strata_cli.engine.prefill.dump import ResidualDump
+from strata_cli.engine.prefill.mixed import Piece, TakeRows, read_mixed
 from strata_cli.engine.prefill.prompt_stream import Setting, StreamRules
 from strata_cli.engine.prefill.streamer import PromptStreamer
 from strata_cli.engine.prefill.watching import Watch
 from strata_cli.engine.profiling import find_profile, measure_profile
 from strata_cli.engine.trace import NO_TRACE, Trace
-from strata_cli.errors import InputError, StateError
+from strata_cli.errors import InputError, ShapeError, StateError
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class EngineOptions:
         device: "auto", "host" or "cuda:N".
         threads: host threads that compute, 0 = every core this process may use.
         max_context: tokens a sequence may hold, 0 = the model's own, at most 32,768.
+        num_sequences: that will be there at once: memory is kept for so many.
         prefill: prompt chunk in tokens, 0 = 512, on a GPU up to 4,096 where memory allows.
         vram_bytes: hard cap on device memory of a GPU, 0 = what is free, less the reserve.
         vram_reserve_bytes: what is then left to others.
@@ -90,6 +92,7 @@ class EngineOptions:
     device: str = "auto"
     threads: int = 0
     max_context: int = 0
+    num_sequences: int = 1
     prefill: int = 0
     vram_bytes: int = 0
     vram_reserve_bytes: int = RESERVE_BYTES
@@ -149,6 +152,8 @@ class Engine:
         self._streamer = streamer
         self._residency = residency
         self._learner = learner
+        self._decoder = Decoder(forward, port, residency)
+        resources.callback(self._decoder.close)
         self._resources = resources
         self._is_closed = False
         self._room: BranchRoom | None = None
@@ -226,7 +231,7 @@ class Engine:
                 resources.callback(stream.close)
                 logger.info("experts: %s", streamer.describe(sizes.chunk_tokens))
             name = model.spec.name or model_stem(options.model)
-            logger.info("%s on %s: context %d tokens, chunks of %d", name, device.name, *sizes)
+            logger.info("%s on %s: %s", name, device.name, sizes.describe())
             options.trace.event(
                 "run.begin",
                 model=name,
@@ -328,7 +333,51 @@ class Engine:
         """
         self.require_open()
         state = new_state(self.spec, self._device, self._stream, self.context_tokens)
-        return Sequence(self, state, Decoder(self._forward, self._port, state, self._residency))
+        return Sequence(self, state)
+
+    def read_together(
+        self, parts: Iterable[Part], *, cancellation: Cancellation = NEVER
+    ) -> list[NDArray[np.float32] | None]:
+        """Read a part of each of several sequences in one pass; each as if it were read alone.
+
+        Args:
+            parts: each sequence once; at most chunk_tokens in all.
+            cancellation: ends the wait for experts; all the sequences count as interrupted then.
+
+        Returns:
+            For each part the logits [V] of its last token, None where they are not wanted.
+
+        Raises:
+            InputError: a part has no tokens, an id outside the vocabulary, or does not fit.
+            StateError: an earlier call of a sequence was interrupted halfway.
+            Cancelled: somebody asked for the end.
+        """
+        pieces = [part.checked_piece() for part in parts]
+        if all(piece.is_step for piece in pieces):
+            return [*self._step(pieces)]
+        num_tokens = sum(len(piece.ids) for piece in pieces)
+        if num_tokens > self.chunk_tokens:
+            raise ShapeError(f"{num_tokens} tokens do not fit a pass of {self.chunk_tokens}")
+        with self._watch.prompt(pieces[0].state.position, num_tokens):
+            return read_mixed(
+                self._forward,
+                self._port,
+                pieces,
+                is_exact=self._is_exact,
+                watch=self._watch,
+                streamer=self._streamer,
+                cancellation=cancellation,
+            )
+
+    def _step(self, pieces: list[Piece]) -> Iterator[NDArray[np.float32]]:
+        if self._streamer is not None:
+            self._streamer.settle()
+        most = self._decoder.most_rows
+        for start in range(0, len(pieces), most):
+            together = pieces[start : start + most]
+            states = [piece.state for piece in together]
+            ids = [piece.ids[0] for piece in together]
+            yield from self._decoder.step(states, ids, is_exact=self._is_exact)
 
     def check(self, ids: list[int], position: int = 0) -> None:
         """Refuse tokens that cannot be read from a position on.
@@ -393,10 +442,9 @@ class Sequence:
     Every method but close() raises StateError once it, or its engine, is closed.
     """
 
-    def __init__(self, engine: Engine, state: SequenceState, decoder: Decoder) -> None:
+    def __init__(self, engine: Engine, state: SequenceState) -> None:
         self._engine = engine
         self._state = state
-        self._decoder = decoder
         self._is_closed = False
 
     @property
@@ -479,9 +527,8 @@ class Sequence:
             StateError: an earlier call was interrupted halfway.
         """
         self._check([token_id])
-        if self._engine._streamer is not None:
-            self._engine._streamer.settle()
-        return self._decoder.step(token_id, is_exact=self._engine._is_exact)
+        (row,) = self._engine._step([Piece(self._state, [token_id])])
+        return row
 
     def score(
         self,
@@ -589,7 +636,7 @@ class Sequence:
     def close(self) -> None:
         """Gives the sequence's memory back. Safe to call twice."""
         self._is_closed = True
-        self._decoder.close()
+        self._engine._decoder.forget(self._state)
         self._state.close()
 
     def __enter__(self) -> Self:
@@ -606,6 +653,28 @@ class Sequence:
     def _check(self, ids: list[int]) -> None:
         self._require_open()
         self._engine.check(ids, self.position)
+
+
+class Part(NamedTuple):
+    """What one sequence reads of a pass that it shares.
+
+    Attributes:
+        sequence: reads it.
+        ids: at least one token.
+        wants_logits: of the last token.
+        take_rows: called with the logits of all tokens, [n, V] at a time, within the pass; None:
+            nobody wants them.
+    """
+
+    sequence: Sequence
+    ids: list[int]
+    wants_logits: bool = True
+    take_rows: TakeRows | None = None
+
+    def checked_piece(self) -> Piece:
+        """For the pass. Raises as Engine.read_together does."""
+        self.sequence._check(self.ids)
+        return Piece(self.sequence._state, self.ids, self.wants_logits, self.take_rows)
 
 
 def _announce_compiling(notice: Notice | None) -> None:
@@ -636,7 +705,7 @@ def wishes_of(options: EngineOptions, context_tokens: int) -> Wishes:
         kept_slots=options.streaming.kept_slots,
         ring=options.streaming.ring,
     )
-    return Wishes(context_tokens, options.prefill, homes, cache)
+    return Wishes(context_tokens, options.prefill, homes, cache, options.num_sequences)
 
 
 def _num_resident(spec: ModelSpec, plan: Plan, loaded: Loaded) -> int:

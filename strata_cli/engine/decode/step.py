@@ -1,74 +1,122 @@
-"""One token at a time: a pass recorded once per sequence, replayed for every token."""
+"""One token at a time, of one sequence or several: a pass recorded once and replayed."""
 
 from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.decode.residency import Residency
 from strata_cli.engine.device.base import Graph
-from strata_cli.engine.forward.layers import Forward
-from strata_cli.engine.forward.rows import RowPort, advancing, single
+from strata_cli.engine.forward.layers import Batch, Forward, Segment
+from strata_cli.engine.forward.rows import RowPort, advancing, positions_of
 from strata_cli.engine.forward.state import SequenceState
+
+MOST_GRAPHS = 32
+"""Recorded passes that are kept: one for each set of sequences that stepped together."""
+
+
+class Recorded(NamedTuple):
+    """A pass over one row of each sequence. It holds on to their states: it has their addresses."""
+
+    graph: Graph
+    states: tuple[SequenceState, ...]
 
 
 class Decoder:
-    """Steps one sequence. Its bits equal those of reading the same token as a prompt.
+    """Steps an engine's sequences. The bits equal those of reading the same tokens as prompts.
 
     Args:
         forward: the model.
         port: staging of the forward's workspace.
-        state: of the sequence.
         residency: told of each step; None: nobody asks where experts are.
+
+    Attributes:
+        most_rows: sequences that step in one pass.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        port: RowPort,
-        state: SequenceState,
-        residency: Residency | None = None,
-    ) -> None:
+    def __init__(self, forward: Forward, port: RowPort, residency: Residency | None = None) -> None:
         self._forward = forward
         self._port = port
-        self._state = state
         self._residency = residency
-        self._graph: Graph | None = None
+        self._recorded: OrderedDict[tuple[int, ...], Recorded] = OrderedDict()
+        workspace = forward.workspace
+        rows = min(workspace.num_tokens, workspace.logit_rows)
+        self.most_rows = rows if residency is None else min(rows, residency.most_rows)
 
-    def step(self, token_id: int, *, is_exact: bool = True) -> NDArray[np.float32]:
-        """Read one token; returns its logits [V]. Blocks until they are there.
+    def step(
+        self, states: Sequence[SequenceState], ids: Sequence[int], *, is_exact: bool = True
+    ) -> NDArray[np.float32]:
+        """Read one token of each sequence. Blocks until the logits are there.
 
         Args:
-            token_id: the token.
-            is_exact: whether it is computed as a canonical read would.
+            states: of the sequences, each once, at most most_rows.
+            ids: a token for each.
+            is_exact: whether all are computed as a canonical read would.
+
+        Returns:
+            Logits, [len(states), V].
+
+        Raises:
+            StateError: an earlier pass of one was interrupted halfway.
         """
-        state, port, residency = self._state, self._port, self._residency
+        port, residency, num = self._port, self._residency, len(states)
+        batch = Batch(num, tuple(Segment(state, row, row + 1) for row, state in enumerate(states)))
+        for state in states:  # all, before the pass of any is begun
+            state.require_consistent()
         if residency is not None:
             residency.begin()
-        with advancing(state, [token_id], is_exact=is_exact):
-            port.stage([token_id], range(state.position, state.position + 1))
-            graph = self._graph or self._record()
-            self._forward.stream.replay(graph)
+        with ExitStack() as passes:
+            for state, token_id in zip(states, ids, strict=True):
+                passes.enter_context(advancing(state, [token_id], is_exact=is_exact))
+            port.stage(ids, positions_of(batch))
+            self._forward.stream.replay(self._graph(batch))
             port.mark_inputs()
         if residency is not None:
             residency.launched()
-        row: NDArray[np.float32] = port.read_logits(1)[0]
+        rows = port.read_logits(num)
         if residency is not None:
-            residency.end(1)
-        return row
+            residency.end(num)
+        return rows
 
-    def _record(self) -> Graph:
-        with self._forward.stream.capture() as graph:
-            self._port.enqueue_inputs(1)
-            self._forward.run(single(self._state, 1))
-            if self._residency is not None:
-                self._residency.enqueue_routing(1)
-            self._port.enqueue_logits(self._forward.head(0, 1))
-        self._graph = graph
-        return graph
+    def forget(self, state: SequenceState) -> None:
+        """Drop what was recorded of a sequence; before its memory goes. Safe to call twice."""
+        gone = [
+            key
+            for key, recorded in self._recorded.items()
+            if any(other is state for other in recorded.states)
+        ]
+        for key in gone:
+            self._recorded.pop(key).graph.close()
 
     def close(self) -> None:
-        """Forget the recorded pass. Safe to call twice."""
-        if self._graph is not None:
-            self._graph.close()
-            self._graph = None
+        """Drop everything that was recorded. Safe to call twice."""
+        while self._recorded:
+            self._recorded.popitem()[1].graph.close()
+
+    def _graph(self, batch: Batch) -> Graph:
+        states = tuple(segment.state for segment in batch.segments)
+        key = tuple(map(id, states))
+        if key in self._recorded:
+            self._recorded.move_to_end(key)
+            return self._recorded[key].graph
+        while len(self._recorded) >= MOST_GRAPHS:
+            # No longer in use: a step waits for its logits.
+            self._recorded.popitem(last=False)[1].graph.close()
+        graph = self._record(batch)
+        self._recorded[key] = Recorded(graph, states)
+        return graph
+
+    def _record(self, batch: Batch) -> Graph:
+        num = batch.num_tokens
+        with self._forward.stream.capture() as graph:
+            self._port.enqueue_inputs(num)
+            self._forward.run(batch)
+            if self._residency is not None:
+                self._residency.enqueue_routing(num)
+            self._port.enqueue_logits(self._forward.head(0, num))
+        return graph

@@ -14,11 +14,17 @@ from strata_cli.engine.device.paper import PaperDevice
 from strata_cli.engine.experts.blobs import blob_layouts
 from strata_cli.engine.experts.placing import ExpertHome, Stores
 from strata_cli.engine.experts.resident import ExpertMatrices, blob_experts
-from strata_cli.engine.forward.feeding import ExpertGroup, RankedExperts
+from strata_cli.engine.forward.feeding import (
+    ExpertGroup,
+    RankedExperts,
+    ResidentFeed,
+    Split,
+)
 from strata_cli.engine.forward.layers import Batch, Forward, Segment
 from strata_cli.engine.forward.placing import Placement, place_weights
 from strata_cli.engine.forward.state import new_state
 from strata_cli.engine.forward.workspace import Workspace
+from strata_cli.engine.kernels.splitting import SlotRange
 from strata_cli.engine.kernels.weight import WeightLayout
 from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.engine.model.tensors import ModelFile
@@ -33,15 +39,22 @@ class Sizes(NamedTuple):
     Attributes:
         context_tokens: most tokens of a sequence.
         chunk_tokens: most tokens of a pass.
+        num_sequences: that are there at once.
     """
 
     context_tokens: int
     chunk_tokens: int
+    num_sequences: int = 1
 
     @property
     def logit_rows(self) -> int:
         """Most rows of logits of one product."""
         return min(LOGIT_ROWS, self.chunk_tokens)
+
+    def describe(self) -> str:
+        """In words."""
+        sequences = f"{self.num_sequences} sequences of " if self.num_sequences > 1 else ""
+        return f"{sequences}{self.context_tokens} tokens, chunks of {self.chunk_tokens}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +66,19 @@ class Needs:
         mapped: of page-locked host memory, for weights.
         workspace: of the device, for a pass.
         state: of the device, for one sequence.
+        num_sequences: that are there at once.
     """
 
     weights: int
     mapped: int
     workspace: int
     state: int
+    num_sequences: int = 1
 
     @property
     def device(self) -> int:
         """All that the device must have."""
-        return self.weights + self.workspace + self.state
+        return self.weights + self.workspace + self.num_sequences * self.state
 
 
 class Outline:
@@ -90,6 +105,7 @@ class Outline:
             mapped=arenas[1].used_bytes,
             workspace=_workspace_bytes(self._spec, self._paper, sizes),
             state=_state_bytes(self._spec, self._paper, sizes),
+            num_sequences=sizes.num_sequences,
         )
 
     def kernels(self) -> Iterator[Kernel]:
@@ -98,7 +114,7 @@ class Outline:
         workspace = Workspace(self._spec, self._paper, sizes.chunk_tokens, sizes.logit_rows)
         state = new_state(self._spec, self._paper, stream, sizes.context_tokens)
         forward = Forward(self._spec, self._weights, workspace, stream)
-        for num_tokens in _pass_sizes(sizes.chunk_tokens):
+        for num_tokens in _pass_sizes(sizes):
             forward.run(Batch(num_tokens, (Segment(state, 0, num_tokens),)))
             forward.head(0, min(num_tokens, sizes.logit_rows))
         if self._cached is not None:
@@ -106,6 +122,10 @@ class Outline:
             feed = _PaperFeed(self._cached, self._paper, num_pairs)
             batch = Batch(sizes.chunk_tokens, (Segment(state, 0, sizes.chunk_tokens),))
             forward.run(batch, feed=feed)
+            share = empty(self._paper, (1,), np.int32)
+            split = Split(SlotRange(0, 1), share, self._spec.num_experts_per_tok)
+            one = ResidentFeed(self._cached, self._spec.num_experts_per_tok, split)
+            forward.run(Batch(1, (Segment(state, 0, 1),)), feed=one)
         # A few tokens behind many share the work of attention in another way.
         num_tokens = min(SUFFIX_TOKENS, sizes.chunk_tokens)
         state.ids.extend([0] * (sizes.context_tokens - num_tokens))
@@ -158,10 +178,12 @@ def _cached_experts(
     return blob_experts(blob_layouts(model), addresses)
 
 
-def _pass_sizes(chunk_tokens: int) -> list[int]:
+def _pass_sizes(sizes: Sizes) -> list[int]:
     """One token, powers of two, and whole chunks: kernels are chosen by size, coarsely."""
+    chunk_tokens, steps = sizes.chunk_tokens, _doublings(sizes.num_sequences)
     powers = [1 << exponent for exponent in range(5, 16)]
-    return [1, *(power for power in powers if 1 < power < chunk_tokens), chunk_tokens]
+    counts = {*steps, *powers}
+    return [*sorted(count for count in counts if count < chunk_tokens), chunk_tokens]
 
 
 def _workspace_bytes(spec: ModelSpec, paper: PaperDevice, sizes: Sizes) -> int:

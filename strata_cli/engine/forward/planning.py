@@ -60,12 +60,14 @@ class Wishes(NamedTuple):
         chunk_tokens: most tokens of a pass; 0 is automatic.
         homes: where the large parts are wanted.
         cache: of experts, where they are cached.
+        num_sequences: that will be there at once.
     """
 
     context_tokens: int
     chunk_tokens: int = 0
     homes: Homes = DEFAULT_HOMES
     cache: CacheWishes = DEFAULT_CACHE
+    num_sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,8 @@ def _plans(model: ModelFile, device: Device, stream: Stream, wishes: Wishes) -> 
     for experts in _expert_homes(wishes.homes, device):
         is_cached = experts is ExpertHome.CACHED
         for chunk in _chunks(device, wishes, is_cached=is_cached):
-            sizes = Sizes(wishes.context_tokens, min(chunk, wishes.context_tokens))
+            chunk_tokens = min(chunk, wishes.context_tokens)
+            sizes = Sizes(wishes.context_tokens, chunk_tokens, wishes.num_sequences)
             for is_mapped in _table_homes(model, device, wishes.homes, is_cached=is_cached):
                 placement = Placement(experts, is_mapped)
                 outline = Outline(model, device, stream, sizes, placement)
@@ -183,13 +186,20 @@ def _log_mapped_table(model: ModelFile, plan: Plan, homes: Homes) -> None:
 def _does_not_fit(model: ModelFile, device: Device, plan: Plan) -> OutOfMemory:
     free_bytes, total_bytes = device.memory()
     needs, sizes, cache = plan.outline.needs, plan.sizes, plan.cache
+    many = "--parallel, " if sizes.num_sequences > 1 else ""
     cached = f"expert cache and ring {gib(cache.nbytes)}, " if cache else ""
     return OutOfMemory(
         f"{model.spec.name or 'the model'} does not fit on {device.name}: "
         f"need {gib(plan.device_bytes)} (weights {gib(needs.weights)}, {cached}"
-        f"a context of {sizes.context_tokens} tokens {gib(needs.state)}, "
+        f"{_contexts(sizes)} {gib(sizes.num_sequences * needs.state)}, "
         f"prompt chunks of {sizes.chunk_tokens} tokens {gib(needs.workspace)}), "
         f"free {gib(free_bytes)} of {gib(total_bytes)}",
-        hint="lower --max-context or --prefill, raise --vram-bytes, close other GPU programs, "
-        "or --device host",
+        hint=f"lower {many}--max-context or --prefill, raise --vram-bytes, close other GPU "
+        "programs, or --device host",
     )
+
+
+def _contexts(sizes: Sizes) -> str:
+    if sizes.num_sequences == 1:
+        return f"a context of {sizes.context_tokens} tokens"
+    return f"{sizes.num_sequences} contexts of {sizes.context_tokens} tokens"

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.cancelling import NEVER, Cancellation
-from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.forward.branch import BranchRoom
 from strata_cli.engine.forward.layers import Batch, Forward, Segment
 from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState
 from strata_cli.engine.prefill.chunks import enqueue_pass, prefill, streaming
+from strata_cli.engine.prefill.mixed import last_rows
 from strata_cli.engine.prefill.streamer import PromptStreamer
 from strata_cli.engine.prefill.watching import NO_WATCH, Watch
 from strata_cli.errors import Cancelled
@@ -104,7 +104,7 @@ def read_branches(
             with watched:
                 ids = [token for suffix in together for token in suffix]
                 enqueue_pass(forward, port, Batch(num_tokens, segments), ids, watch, stream)
-        rows += _last_rows(forward, port, segments)
+        rows += last_rows(forward, port, segments)
     return rows
 
 
@@ -116,20 +116,3 @@ def _branches(
         segments.append(Segment(state, start, start + len(suffix), room))
         start += len(suffix)
     return tuple(segments)
-
-
-def _last_rows(
-    forward: Forward, port: RowPort, segments: Sequence[Segment]
-) -> Iterator[NDArray[np.float32]]:
-    """Logits after each segment. Moves the last rows to the front, so that one product does all."""
-    x: Tensor = forward.workspace.take("x", segments[-1].stop)
-    for index, segment in enumerate(segments):
-        # In order: a row is overwritten by one from behind it, when it was itself moved already.
-        if segment.stop - 1 != index:
-            last = x.rows(segment.stop - 1, segment.stop)
-            forward.stream.copy(x.rows(index, index + 1), last)
-    step = forward.workspace.logit_rows
-    for start in range(0, len(segments), step):
-        stop = min(start + step, len(segments))
-        port.enqueue_logits(forward.head(start, stop))
-        yield from port.read_logits(stop - start)
