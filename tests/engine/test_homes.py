@@ -264,4 +264,4 @@ def test_chunks_grow_with_the_memory(model: Path, device: OwnMemory) -> None:
         assert (chunks[0], chunks[-1]) == (512, 1_000)
         assert (mapped[0], mapped[-1]) == (True, False)
         assert plan_model(opened, device, stream, Wishes(100)).sizes == Sizes(100, 100)
-        assert plan_model(opened, device, stream, Wishes(1_000, 70)).sizes == (1_000, 70)
+        assert plan_model(opened, device, stream, Wishes(1_000, 70)).sizes == Sizes(1_000, 70)
