@@ -28,12 +28,16 @@ from strata_cli.parsers import (
     auto_or_slots,
     auto_or_threads,
     boolean,
+    byte_size,
     choice,
     device_name,
     embedded_or_path,
     file_path,
+    names,
     none_or_path,
+    none_or_secret,
     number,
+    text,
     trace_target,
     whole_number,
 )
@@ -45,12 +49,13 @@ TEST_PREFIX = "STRATA_TEST_"  # what the tests are told, not the engine
 
 LARGEST_FILE_BYTES = 1 << 16
 MOST_DOTS = 64  # in one line: the parser's memory grows with the square of a dotted key's parts
+HIDDEN = "something else"  # stands for a secret in messages
 LONGEST_NAME = 64  # a name is not compared with the real ones beyond that
 
 
 def setting(default: T, help: str, *, parse: Parser[T]) -> T:
     """A field of StrataConfig that keeps its help and its parser in the metadata."""
-    return field(default=default, metadata={"help": help, "parse": parse})
+    return field(default=default, repr=not parse.is_secret, metadata={"help": help, "parse": parse})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +235,56 @@ class StrataConfig:
         "Seed of the sampler, 0 like any other; the same seed gives the same text.",
         parse=whole_number(0, 2**64 - 1),
     )
+    host: str = setting(
+        "127.0.0.1",
+        "Address that the server listens on; other than this machine's own ask for a key.",
+        parse=text,
+    )
+    port: int = setting(
+        8080, "Port that the server listens on; 0 is any free one.", parse=whole_number(0, 65_535)
+    )
+    api_key: str | None = setting(
+        None,
+        "Key that every request must carry. A flag can be read by other users: better a variable.",
+        parse=none_or_secret,
+    )
+    allow_no_key: bool = setting(
+        False, "Let other machines use the server without a key.", parse=boolean
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "Further names of the server in requests without a key: exact, .suffix or *.",
+        parse=names,
+    )
+    trusted_origins: tuple[str, ...] = setting(
+        (),
+        "Web pages that may send requests without a key, such as https://name:port.",
+        parse=names,
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (), "Web pages that may also read the answers of /v1; * is all.", parse=names
+    )
+    max_queue: int = setting(
+        128,
+        "Requests that may wait; those beyond are answered 503.",
+        parse=whole_number(0, 1_000_000),
+    )
+    max_body_bytes: int = setting(
+        32 << 20, "Largest body of a request that is read.", parse=byte_size(1 << 10)
+    )
+    max_messages: int = setting(2048, "Messages of one chat that are read.", parse=whole_number(1))
+    max_prompts: int = setting(
+        2048, "Prompts of one completion request that are read.", parse=whole_number(1)
+    )
+    body_timeout_s: float = setting(
+        30.0, "Seconds for the body of a request to arrive.", parse=number(0.1)
+    )
+    request_timeout_s: float = setting(
+        3600.0, "Seconds for an answer, waiting included; 0 sets no bound.", parse=number(0)
+    )
+    lazy_load: bool = setting(
+        False, "Let the first request load the model, not the server's start.", parse=boolean
+    )
     state_hash: bool = setting(
         False, "Report the hash of every part of the sequence's state.", parse=boolean
     )
@@ -258,7 +313,8 @@ class StrataConfig:
         for spec in fields(self):
             parse, value = parser_of(spec), getattr(self, spec.name)
             if not parse.accepts(value):
-                raise ConfigError(f"{spec.name} must be {parse.expected}, got {value!r}")
+                shown = HIDDEN if parse.is_secret else repr(value)
+                raise ConfigError(f"{spec.name} must be {parse.expected}, got {shown}")
 
     @classmethod
     def load(cls, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Self:
@@ -438,16 +494,17 @@ def _find(
 
 
 def _parse(given: Given, spec: Field[Any]) -> Any:
-    parse, text = parser_of(spec), _as_text(given.value)
+    parse, value = parser_of(spec), _as_text(given.value)
     try:
         if isinstance(given.value, bool) and not parse.is_switch:
             raise ValueError("a boolean for a setting that is no switch")
-        return parse(text)
+        return parse(value)
     except UnusableError as error:
         raise _unusable(given, error) from None
     except ValueError as error:
         raise ConfigError(
-            f"{given.origin} must be {parse.expected}, got {quoted(text)}",
+            f"{given.origin} must be {parse.expected}, "
+            f"got {HIDDEN if parse.is_secret else quoted(value)}",
             hint=f"leave it out for the default, {parse.show(spec.default)}",
         ) from error
 

@@ -20,6 +20,7 @@ W = TypeVar("W")
 
 LARGEST_COUNT = 2**31 - 1  # positions and token ids are int32
 LARGEST_BYTES = 1 << 50
+LONGEST_TEXT, LONGEST_SECRET = 255, 1024
 
 _WHOLE = re.compile(r"[0-9]{1,20}")
 _DECIMAL = re.compile(r"([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][-+]?[0-9]{1,3})?")
@@ -50,6 +51,7 @@ class Parser(Generic[T]):
         accepts: whether a value is in range.
         show: the text that converts back to the value.
         is_switch: true for on-off settings, which become a --name/--no-name flag.
+        is_secret: no message and no log shows a value.
     """
 
     expected: str
@@ -58,6 +60,7 @@ class Parser(Generic[T]):
     accepts: Callable[[T], bool]
     show: Callable[[T], str] = str
     is_switch: bool = False
+    is_secret: bool = False
 
     def __call__(self, text: str) -> T:
         """The value that the text stands for; ValueError when it is not of this form."""
@@ -86,6 +89,7 @@ def or_word(word: str, meaning: W, parse: Parser[T]) -> Parser[T | W]:
         accepts=accepts,
         show=show,
         is_switch=parse.is_switch,
+        is_secret=parse.is_secret,
     )
 
 
@@ -216,6 +220,29 @@ def _to_trace_target(text: str) -> str:
     return f"./{path}" if path in ("0", "1") else path
 
 
+def _to_text(text: str) -> str:
+    if not text.isprintable() or not 0 < len(text.strip()) <= LONGEST_TEXT:
+        raise ValueError("empty, too long or not printable")
+    return text.strip()
+
+
+def _to_secret(text: str) -> str:
+    if not (text.isascii() and text.isprintable()) or " " in text:
+        raise ValueError("not what a header can carry")
+    if not 0 < len(text) <= LONGEST_SECRET:
+        raise ValueError("empty or too long")
+    return text
+
+
+def _to_names(text: str) -> tuple[str, ...]:
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if not all(part.isprintable() and " " not in part for part in parts):
+        raise ValueError("a name with a space")
+    if not all(0 < len(part) <= LONGEST_TEXT for part in parts):
+        raise ValueError("an empty name, or one that is too long")
+    return tuple(parts)
+
+
 boolean: Parser[bool] = Parser(
     expected="0, 1, false or true",
     metavar="0|1",
@@ -234,6 +261,29 @@ new_file_path: Parser[str] = Parser(
     metavar="PATH",
     convert=_to_new_path,
     accepts=lambda _value: True,
+)
+
+text: Parser[str] = Parser(
+    expected=f"printable text of at most {LONGEST_TEXT} characters",
+    metavar="TEXT",
+    convert=_to_text,
+    accepts=lambda _value: True,
+)
+
+secret: Parser[str] = Parser(
+    expected=f"up to {LONGEST_SECRET} ASCII letters, digits and signs without a space",
+    metavar="TEXT",
+    convert=_to_secret,
+    accepts=lambda _value: True,
+    is_secret=True,
+)
+
+names: Parser[tuple[str, ...]] = Parser(
+    expected=f"names of at most {LONGEST_TEXT} characters with commas between",
+    metavar="NAMES",
+    convert=_to_names,
+    accepts=lambda _value: True,
+    show=",".join,
 )
 
 trace_target: Parser[str] = Parser(
@@ -257,6 +307,7 @@ auto_or_bytes = or_word("auto", 0, byte_size(1 << 20))
 auto_or_boolean = or_word("auto", None, boolean)
 embedded_or_path = or_word("embedded", None, file_path)
 none_or_path = or_word("none", None, file_path)
+none_or_secret = or_word("none", None, secret)
 auto_or_path = or_word("auto", None, file_path)
 auto_or_slots = or_word("auto", None, whole_number(0))
 auto_or_ring = or_word("auto", 0, whole_number(1, 512))

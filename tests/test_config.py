@@ -256,7 +256,10 @@ PATHS = (
 )  # whether a path can be, the file system knows
 
 
-@pytest.mark.parametrize("name", [name for name in field_names() if name not in PATHS])
+SECRETS = ("api_key",)
+
+
+@pytest.mark.parametrize("name", sorted({*field_names()} - {*PATHS, *SECRETS}))
 def test_a_very_long_value_is_cut_and_counted(name: str) -> None:
     with pytest.raises(ConfigError, match=r"\(5000 characters\)") as caught:
         StrataConfig.load({name: "7" * 5000}, {})
@@ -298,3 +301,21 @@ def test_a_config_is_checked_however_it_is_made_and_never_changes() -> None:
         StrataConfig(top_p=2.0)
     with pytest.raises(FrozenInstanceError):
         DEFAULTS.seed = 1  # type: ignore[misc]  # that it fails is the point
+
+
+@pytest.mark.parametrize("key", ["two words", "k\u00e4y", "", "7" * 5000])
+def test_no_message_shows_a_secret(key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"STRATA_API_KEY must be .*, got something else"
+    ) as caught:
+        StrataConfig.load({}, {"STRATA_API_KEY": key})
+    assert not key or key not in str(caught.value)
+    assert "sesame" not in repr(StrataConfig(api_key="sesame"))
+
+
+def test_names_are_written_with_commas_between() -> None:
+    config = StrataConfig.load({"allowed_hosts": "a.example, .b.example"}, {})
+    assert config.allowed_hosts == ("a.example", ".b.example")
+    assert StrataConfig.load({"allowed_hosts": ""}, {}).allowed_hosts == ()
+    with pytest.raises(ConfigError, match="--allowed-hosts must be names"):
+        StrataConfig.load({"allowed_hosts": "a,,b"}, {})
