@@ -19,7 +19,9 @@ from strata_cli.engine.device.base import Device, Tensor
 from strata_cli.engine.experts.adapting import AdaptRules, plan_swaps
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.experts.store import ExpertStore
+from strata_cli.engine.forward.feeding import ExpertFeed, ResidentFeed, Split
 from strata_cli.engine.forward.layers import Forward
+from strata_cli.engine.kernels.splitting import SHARES, places_of
 from strata_cli.engine.trace import NO_TRACE, Trace
 
 Learn: TypeAlias = Callable[[NDArray[np.int64]], None]
@@ -37,6 +39,7 @@ class Residency:
         forward: runs the windows.
         store: of the experts; None: all are where kernels read them at full speed.
         rules: when experts change places.
+        tail_skip: rank, from 0, from which on misses are left out; 0: none is.
         trace: told of windows and swaps.
         learn: called with the pairs, layer * E + expert, of each window, int64 [n].
 
@@ -52,6 +55,7 @@ class Residency:
         store: ExpertStore | None,
         rules: AdaptRules,
         *,
+        tail_skip: int = 0,
         trace: Trace = NO_TRACE,
         learn: Learn | None = None,
     ) -> None:
@@ -68,10 +72,29 @@ class Residency:
         routed = forward.routed(self.most_rows)
         self._room = device.allocate_pinned(max(routed.nbytes, 1))
         self._use = np.zeros(shape, np.float32)
+        self._split: Split | None = None
+        if store is not None and 0 < tail_skip < spec.num_experts_per_tok:
+            share = device.resident(np.array([SHARES], np.int32).view(np.uint8))
+            link_share = Tensor.over(share, (1,), np.int32)
+            self._split = Split(store.cache.slot_range, link_share, tail_skip)
         self._resident = np.ones(shape, np.bool_)
+        self._addresses: NDArray[np.int64] | None = None
         self._windows = 0
         self._is_due = False
         self._pauses = 0
+
+    @property
+    def deviates(self) -> bool:
+        """Whether a window may leave something out, unless it is to be exact."""
+        return self._split is not None
+
+    def feed(self, num_rows: int) -> ExpertFeed | None:
+        """What a window that need not be exact gets its experts from; None: they are as placed."""
+        if self._split is None:
+            return None
+        experts = [layer.moe.experts for layer in self._forward.weights.layers]
+        num_pairs = num_rows * self._forward.spec.num_experts_per_tok
+        return ResidentFeed(experts, num_pairs, self._split)
 
     def begin(self) -> None:
         """Before a window: swaps that have landed count from now on.
@@ -87,7 +110,7 @@ class Residency:
         landed = cache.land()
         if landed:
             self._trace.event("cache.land", landed=landed, coming=cache.num_coming)
-        self._resident = cache.is_resident
+        self._resident, self._addresses = cache.is_resident, cache.addresses
 
     def enqueue_routing(self, num_rows: int) -> None:
         """Behind the layers of a pass: bring what it routed to to the host."""
@@ -115,11 +138,23 @@ class Residency:
             self.counts += ResidencyCounts(swaps=swaps.pairs.size)
             self._trace.event("cache.swap", swaps=swaps.pairs.size)
 
-    def end(self, num_rows: int) -> None:
-        """When a window's logits are there: count what it routed to."""
+    def end(self, num_rows: int, *, is_exact: bool = True) -> None:
+        """When a window's logits are there: count what it routed to.
+
+        Args:
+            num_rows: of the window.
+            is_exact: whether it was run without feed().
+        """
         pairs = self._pairs(num_rows)
         hits = int(np.count_nonzero(self._resident.reshape(-1)[pairs]))
-        counts = ResidencyCounts(windows=1, routed=pairs.size, hits=hits, pcie=pairs.size - hits)
+        dropped = 0 if is_exact else self._count_dropped(num_rows)
+        counts = ResidencyCounts(
+            windows=1,
+            routed=pairs.size,
+            hits=hits,
+            pcie=pairs.size - hits - dropped,
+            dropped=dropped,
+        )
         self.counts += counts
         self._trace.event(
             "window.experts",
@@ -167,6 +202,16 @@ class Residency:
     def _on_host(self, num_rows: int) -> Tensor:
         routed = self._forward.routed(num_rows)
         return Tensor.over(self._room, routed.shape, routed.dtype)
+
+    def _count_dropped(self, num_rows: int) -> int:
+        """Distinct pairs that a window left out."""
+        if self._split is None or self._addresses is None:
+            return 0
+        dropped = 0
+        for ids, addresses in zip(self._on_host(num_rows).numpy(), self._addresses, strict=True):
+            places = places_of(ids, addresses, SHARES, self._split.slots, self._split.least_dropped)
+            dropped += np.unique(ids[places == self._num_experts + 1]).size
+        return dropped
 
     def _pairs(self, num_rows: int) -> NDArray[np.int64]:
         """Distinct pairs that a window routed to."""

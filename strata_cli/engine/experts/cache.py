@@ -17,6 +17,7 @@ from strata_cli.engine.device.sizes import gib
 from strata_cli.engine.experts.adapting import Swaps
 from strata_cli.engine.experts.arena import BlobArena
 from strata_cli.engine.experts.uploading import Move, Uploader
+from strata_cli.engine.kernels.splitting import SlotRange
 from strata_cli.errors import OutOfMemory, ShapeError, StateError
 
 LEAST_SLOTS = 128  # that a loan leaves
@@ -110,6 +111,12 @@ class ExpertCache:
         """Which experts are in a slot, [L, E]."""
         is_resident: NDArray[np.bool_] = self.slot_of != NOT_RESIDENT
         return is_resident
+
+    @property
+    def slot_range(self) -> SlotRange:
+        """Addresses of slots, by which kernels tell hits from misses."""
+        first = self._slots.address
+        return SlotRange(first, first + self._slots.nbytes)
 
     @property
     def is_coming(self) -> NDArray[np.bool_]:

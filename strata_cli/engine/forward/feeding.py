@@ -7,6 +7,21 @@ from typing import NamedTuple, Protocol
 
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.experts.resident import ExpertMatrices
+from strata_cli.engine.kernels.splitting import SlotRange
+
+
+class Split(NamedTuple):
+    """How a window's pairs are shared out, where not all are computed on the device.
+
+    Attributes:
+        slots: where the device finds hits.
+        link_share: of the misses that the device reads over its link, see split_pairs(); int32 [1].
+        least_dropped: a miss that all tokens rank here or later is left out; at least k: none is.
+    """
+
+    slots: SlotRange
+    link_share: Tensor
+    least_dropped: int
 
 
 class RankedExperts(NamedTuple):
@@ -15,10 +30,12 @@ class RankedExperts(NamedTuple):
     Attributes:
         matrices: their address tables are by rank.
         rank_of: rank of each expert, int32 [E]; None: an expert's id is its rank.
+        split: how pairs are shared out; None: the device computes all of them.
     """
 
     matrices: ExpertMatrices
     rank_of: Tensor | None
+    split: Split | None = None
 
 
 class ExpertGroup(NamedTuple):
@@ -54,15 +71,19 @@ class ResidentFeed:
     Args:
         layers: of the model; rank is id.
         num_pairs: of a layer, in the pass.
+        split: how they are shared out; None: they are not.
     """
 
-    def __init__(self, layers: Sequence[ExpertMatrices], num_pairs: int) -> None:
+    def __init__(
+        self, layers: Sequence[ExpertMatrices], num_pairs: int, split: Split | None = None
+    ) -> None:
         self._layers = layers
+        self._split = split
         self._pairs = range(num_pairs)
 
     def experts(self, layer: int) -> RankedExperts:
         """See ExpertFeed."""
-        return RankedExperts(self._layers[layer], None)
+        return RankedExperts(self._layers[layer], None, self._split)
 
     def publish(self, layer: int, expert_start: Tensor) -> None:
         """Nobody needs to know."""

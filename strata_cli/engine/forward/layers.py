@@ -16,7 +16,7 @@ from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.device.timing import NO_SPANS, Spans
 from strata_cli.engine.experts.resident import ExpertMatrices
 from strata_cli.engine.forward.branch import BranchRoom
-from strata_cli.engine.forward.feeding import ExpertFeed, ExpertGroup, ResidentFeed
+from strata_cli.engine.forward.feeding import ExpertFeed, ExpertGroup, ResidentFeed, Split
 from strata_cli.engine.forward.state import AttentionState, GdnState, SequenceState
 from strata_cli.engine.forward.weights import (
     AttentionWeights,
@@ -47,6 +47,7 @@ from strata_cli.engine.kernels.matmul_several import (
     grouped_matmul_pair,
     matmul_several,
 )
+from strata_cli.engine.kernels.splitting import clear_rows, split_pairs
 from strata_cli.engine.model.spec import ModelSpec
 
 
@@ -391,9 +392,13 @@ class Forward:
             matmul_several(stream, read.values, products)
         else:
             matmul(stream, read.values, weights.router, router)
-        experts, rank_of = feed.experts(index)
-        ranked = None if rank_of is None else moe.Ranked(rank_of, take("expert_ranks", num))
-        moe.route_in_order(stream, router, ids, places, start, row_of, pair_of, ranked)
+        experts, rank_of, split = feed.experts(index)
+        if split is None:
+            ranked = None if rank_of is None else moe.Ranked(rank_of, take("expert_ranks", num))
+            moe.route_in_order(stream, router, ids, places, start, row_of, pair_of, ranked)
+        else:
+            moe.route(stream, router, ids, places)
+            start = self._share_out(experts, split, ids, row_of, pair_of)
         feed.publish(index, start)
         if not is_few:
             matmul_several(stream, read.values, products[1:], read.rounded)
@@ -407,8 +412,26 @@ class Forward:
         for group in feed.groups(index):
             self._routed(experts, read, row_of, start, group)
         out, expert_out = take("out", num), take("expert_out", row_of.shape[0])
+        if split is not None:
+            dropped = start.rows(start.size - 2, start.size)
+            clear_rows(stream, dropped, expert_out)
         moe.combine(stream, expert_out, pair_of, places, shared_out, shared_logit, out)
         return out
+
+    def _share_out(
+        self, experts: ExpertMatrices, split: Split, ids: Tensor, row_of: Tensor, pair_of: Tensor
+    ) -> Tensor:
+        """Enqueue the order of a layer's pairs by who computes them.
+
+        Returns:
+            expert_start, with those of the host's processor and those left out at its end.
+        """
+        take, blobs = self.workspace.take, experts.gate.blobs
+        ranks, start = take("expert_ranks", ids.shape[0]), self.workspace.take_all("expert_start")
+        share, least_dropped = split.link_share, split.least_dropped
+        split_pairs(self.stream, ids, blobs, share, split.slots, least_dropped, ranks)
+        moe.order_by_expert(self.stream, ranks, start, row_of, pair_of)
+        return start
 
     def _routed(
         self,

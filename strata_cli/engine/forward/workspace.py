@@ -10,6 +10,7 @@ from numpy.typing import DTypeLike
 
 from strata_cli.engine.device.base import Buffer, Device, Tensor
 from strata_cli.engine.kernels.attention_plan import attend_scratch_floats
+from strata_cli.engine.kernels.splitting import EXTRA_PLACES
 from strata_cli.engine.model.spec import ModelSpec
 
 ALIGNMENT_BYTES = 256
@@ -76,7 +77,7 @@ def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scra
         Scratch("routed", spec.num_layers, (min(t, ROUTED_ROWS), spec.num_experts_per_tok), i32),
         Scratch("expert_ranks", t, (spec.num_experts_per_tok,), i32),
         Scratch("expert_weights", t, (spec.num_experts_per_tok,)),
-        Scratch("expert_start", spec.num_experts + 1, (), i32),
+        Scratch("expert_start", spec.num_experts + EXTRA_PLACES + 1, (), i32),
         Scratch("row_of", pairs, (), i32),
         Scratch("pair_of", t, (spec.num_experts_per_tok,), i32),
         Scratch("expert_gate", pairs, (width,)),
