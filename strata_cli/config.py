@@ -23,6 +23,7 @@ from strata_cli.parsers import (
     auto_or_bytes,
     auto_or_count,
     auto_or_depth,
+    auto_or_gib,
     auto_or_path,
     auto_or_ring,
     auto_or_slots,
@@ -104,6 +105,17 @@ class StrataConfig:
         "Experts held in device memory where not all fit; auto is as many as do. "
         "A number makes the cache also where all would fit, and on the host.",
         parse=auto_or_slots,
+    )
+    arena_pin_gib: float | None = setting(
+        None,
+        "GiB of experts copied into page-locked memory where not all fit the device; the others "
+        "are read from the file when needed. auto copies all.",
+        parse=auto_or_gib,
+    )
+    mmap_experts: bool = setting(
+        False,
+        "Copy no expert into memory, whatever --arena-pin-gib says: for machines short of RAM.",
+        parse=boolean,
     )
     expert_profile: Path | None = setting(
         None,

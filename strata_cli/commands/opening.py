@@ -29,6 +29,8 @@ ENGINE_SETTINGS = (
     "max_context",
     "prefill",
     "expert_cache",
+    "arena_pin_gib",
+    "mmap_experts",
     "expert_profile",
     "expert_profile_save",
     "expert_profile_save_every",

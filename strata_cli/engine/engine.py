@@ -76,6 +76,9 @@ class EngineOptions:
         expert_cache: experts that are held in slots of device memory, where not all are; None: as
             many as fit. A number makes a cache also where all would fit, and on the host.
         least_slots: of those that no prompt may borrow.
+        pinned_bytes: most bytes of experts that are copied into page-locked host memory where not
+            all are on the device; the others are read from the file whenever they are needed, and
+            stay in the system's page cache as far as it has room. None: all are copied.
         expert_profile: file that says which experts are used most, measured and made if it is not
             there; None: on a GPU one that is kept for each model, on the host nothing is known.
         profile_save: file for the profile with what this run adds to it; None: it is not kept.
@@ -99,6 +102,7 @@ class EngineOptions:
     homes: Homes = DEFAULT_HOMES
     expert_cache: int | None = None
     least_slots: int = LEAST_SLOTS
+    pinned_bytes: int | None = None
     expert_profile: Path | None = None
     profile_save: Path | None = None
     profile_save_every_s: float = SAVE_EVERY_S
@@ -370,14 +374,32 @@ class Engine:
             )
 
     def _step(self, pieces: list[Piece]) -> Iterator[NDArray[np.float32]]:
+        is_streamed = False
         if self._streamer is not None:
             self._streamer.settle()
+            is_streamed = self._streamer.is_needed_for_steps
         most = self._decoder.most_rows
         for start in range(0, len(pieces), most):
             together = pieces[start : start + most]
+            if is_streamed:
+                yield from self._step_streamed(together)
+                continue
             states = [piece.state for piece in together]
             ids = [piece.ids[0] for piece in together]
             yield from self._decoder.step(states, ids, is_exact=self._is_exact)
+
+    def _step_streamed(self, pieces: list[Piece]) -> Iterator[NDArray[np.float32]]:
+        """A step of experts that are in no memory that a recorded pass could find them in."""
+        rows = read_mixed(
+            self._forward,
+            self._port,
+            pieces,
+            is_exact=self._is_exact,
+            streamer=self._streamer,
+        )
+        for row in rows:
+            assert row is not None
+            yield row
 
     def check(self, ids: list[int], position: int = 0) -> None:
         """Refuse tokens that cannot be read from a position on.
@@ -703,6 +725,7 @@ def wishes_of(options: EngineOptions, context_tokens: int) -> Wishes:
         num_slots=options.expert_cache,
         least_slots=options.least_slots,
         kept_slots=options.streaming.kept_slots,
+        pinned_bytes=options.pinned_bytes,
         ring=options.streaming.ring,
     )
     return Wishes(context_tokens, options.prefill, homes, cache, options.num_sequences)

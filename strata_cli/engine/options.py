@@ -31,6 +31,7 @@ def engine_options(
         max_context=config.max_context,
         prefill=config.prefill,
         expert_cache=config.expert_cache,
+        pinned_bytes=_pinned_bytes(config),
         expert_profile=config.expert_profile,
         profile_save=config.expert_profile_save,
         profile_save_every_s=60 * config.expert_profile_save_every,
@@ -40,6 +41,12 @@ def engine_options(
         trace=trace,
         prefill_dump_r=config.prefill_dump_r,
     )
+
+
+def _pinned_bytes(config: StrataConfig) -> int | None:
+    if config.mmap_experts:
+        return 0
+    return None if config.arena_pin_gib is None else int(config.arena_pin_gib * 2**30)
 
 
 def _streaming(config: StrataConfig) -> StreamRules:

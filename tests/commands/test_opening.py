@@ -79,6 +79,23 @@ def test_cache_and_profile_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
     assert options.expert_profile == Path("use.npz")
 
 
+@pytest.mark.parametrize(
+    ("environ", "nbytes"),
+    [
+        ({}, None),
+        ({"arena_pin_gib": "1.5"}, 3 << 29),
+        ({"arena_pin_gib": "0"}, 0),
+        ({"mmap_experts": "1"}, 0),
+        ({"mmap_experts": "1", "arena_pin_gib": "2"}, 0),
+        ({"arena_pin_gib": "1048576"}, 1 << 50),
+    ],
+)
+def test_the_pinned_part_reaches_the_engine(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], nbytes: int | None
+) -> None:
+    assert options_of(monkeypatch, **environ).pinned_bytes == nbytes
+
+
 def test_the_adaptive_tier_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     options = options_of(monkeypatch, adapt_every="7", adapt_swaps="9", adapt_decay="0.5")
     assert options.adapt == AdaptRules(every=7, swaps=9, decay=0.5)

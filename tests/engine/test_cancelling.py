@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strata_cli.engine.cancelling import Cancellation
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.reading import ReadRequest, read
 from strata_cli.engine.session import Session
@@ -20,6 +19,7 @@ from tests.engine.readings import TEXT, Truth, bits, open_engine
 from tests.engine.streams import (
     TURNS,
     Talk,
+    WatchedCancellation,
     Way,
     assert_same_talk,
     break_off,
@@ -32,8 +32,8 @@ WAIT_S = 20.0
 
 
 @pytest.fixture
-def cancellation() -> Cancellation:
-    return Cancellation()
+def cancellation() -> WatchedCancellation:
+    return WatchedCancellation()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def talked(path: Path, device_name: str) -> Talk:
 
 
 def test_nothing_is_read_when_the_end_was_asked_for(
-    engine: Engine, truth: Truth, cancellation: Cancellation
+    engine: Engine, truth: Truth, cancellation: WatchedCancellation
 ) -> None:
     cancellation.cancel()
     with engine.sequence() as sequence:
@@ -59,7 +59,9 @@ def test_nothing_is_read_when_the_end_was_asked_for(
         assert sequence.state_hash() == truth(TEXT[:9]).state
 
 
-def test_whole_chunks_stay_read(model: Path, device_name: str, cancellation: Cancellation) -> None:
+def test_whole_chunks_stay_read(
+    model: Path, device_name: str, cancellation: WatchedCancellation
+) -> None:
     def progress(done: int, _total: int) -> None:
         if done == 64:
             _in_another_thread(cancellation.cancel).join()
@@ -72,7 +74,9 @@ def test_whole_chunks_stay_read(model: Path, device_name: str, cancellation: Can
         assert sequence.state_hash() == Truth(engine)(TEXT[:64]).state
 
 
-def test_an_answer_ends_before_its_next_token(engine: Engine, cancellation: Cancellation) -> None:
+def test_an_answer_ends_before_its_next_token(
+    engine: Engine, cancellation: WatchedCancellation
+) -> None:
     told: list[int] = []
 
     def on_token(token: int) -> None:
@@ -89,7 +93,7 @@ def test_an_answer_ends_before_its_next_token(engine: Engine, cancellation: Canc
 
 
 def test_a_cancellation_that_comes_too_late_changes_nothing(
-    engine: Engine, truth: Truth, cancellation: Cancellation
+    engine: Engine, truth: Truth, cancellation: WatchedCancellation
 ) -> None:
     with engine.sequence() as sequence:
         logits = sequence.prefill(TEXT[:20], cancellation=cancellation)
@@ -106,7 +110,7 @@ def streamed(request: pytest.FixtureRequest, path: Path, device_name: str) -> It
 
 @pytest.mark.parametrize("held", ["compute", "copies"])
 def test_every_wait_of_a_streamed_prompt_ends(
-    streamed: Engine, talked: Talk, cancellation: Cancellation, held: str
+    streamed: Engine, talked: Talk, cancellation: WatchedCancellation, held: str
 ) -> None:
     """The device does not get to what the prompt waits for: the routing, or room for copies."""
     stream = streamed._stream if held == "compute" else store_of(streamed).copies
@@ -120,7 +124,7 @@ def test_every_wait_of_a_streamed_prompt_ends(
 
 def test_short_chunks_end_too(path: Path, talked: Talk, device_name: str) -> None:
     """Those that copy what is routed, through a small ring."""
-    cancellation = Cancellation()
+    cancellation = WatchedCancellation()
     with Way(cache=0, chunk=24).open(path, device_name) as engine, engine.sequence() as sequence:
         with _cancelled_while_busy(store_of(engine).copies, cancellation):
             break_off(engine, sequence, Cancelled, cancellation=cancellation)
@@ -128,15 +132,16 @@ def test_short_chunks_end_too(path: Path, talked: Talk, device_name: str) -> Non
 
 
 def test_suffixes_leave_their_prefix_whole(
-    streamed: Engine, talked: Talk, cancellation: Cancellation
+    streamed: Engine, talked: Talk, cancellation: WatchedCancellation
 ) -> None:
     prefix, rest = TURNS[0][:70], TURNS[0][70:]
     with streamed.sequence() as sequence:
         sequence.prefill(prefix)
         state = sequence.state_hash()
         for suffix in (rest[:60], rest):  # in a pass of its own, and in chunks
-            own = Cancellation()
-            with _cancelled_while_busy(streamed._stream, own), pytest.raises(Cancelled):
+            own = WatchedCancellation()
+            copies = store_of(streamed).copies
+            with _cancelled_while_busy(copies, own), pytest.raises(Cancelled):
                 sequence.score([suffix], cancellation=own)
             assert sequence.state_hash() == state
         (row,) = sequence.score([rest], cancellation=cancellation)
@@ -144,7 +149,7 @@ def test_suffixes_leave_their_prefix_whole(
 
 
 def test_a_session_goes_on_from_what_is_whole(
-    streamed: Engine, talked: Talk, cancellation: Cancellation
+    streamed: Engine, talked: Talk, cancellation: WatchedCancellation
 ) -> None:
     prompt = TURNS[0]
     with Session(streamed) as session:
@@ -157,18 +162,20 @@ def test_a_session_goes_on_from_what_is_whole(
 
 
 @pytest.mark.parametrize("error", [ValueError("other"), DeviceError("the link is gone")])
-def test_another_error_is_told_as_it_is(cancellation: Cancellation, error: Exception) -> None:
+def test_another_error_is_told_as_it_is(
+    cancellation: WatchedCancellation, error: Exception
+) -> None:
     cancellation.cancel()
     with pytest.raises(type(error)), cancellation.stopping(lambda: None):
         raise error
 
 
-def test_a_stop_that_nobody_asked_for_is_told_as_it_is(cancellation: Cancellation) -> None:
+def test_a_stop_that_nobody_asked_for_is_told_as_it_is(cancellation: WatchedCancellation) -> None:
     with pytest.raises(StateError, match="early"), cancellation.stopping(lambda: None):
         raise StateError("early")
 
 
-def test_a_block_that_begins_late_is_stopped_at_once(cancellation: Cancellation) -> None:
+def test_a_block_that_begins_late_is_stopped_at_once(cancellation: WatchedCancellation) -> None:
     told: list[str] = []
     cancellation.cancel()
     with cancellation.stopping(lambda: told.append("stop")):
@@ -178,8 +185,8 @@ def test_a_block_that_begins_late_is_stopped_at_once(cancellation: Cancellation)
 
 
 @contextmanager
-def _cancelled_while_busy(stream: Any, cancellation: Cancellation) -> Iterator[None]:
-    """The stream does not go on before the cancellation, which waits for it to begin."""
+def _cancelled_while_busy(stream: Any, cancellation: WatchedCancellation) -> Iterator[None]:
+    """The stream does not go on before the cancellation, which waits until a read awaits it."""
     is_held, may_run = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -188,6 +195,7 @@ def _cancelled_while_busy(stream: Any, cancellation: Cancellation) -> Iterator[N
 
     def cancel() -> None:
         is_held.wait(WAIT_S)
+        cancellation.is_awaited.wait(WAIT_S)
         cancellation.cancel()
         may_run.set()
 

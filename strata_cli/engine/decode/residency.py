@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Tensor
 from strata_cli.engine.experts.adapting import AdaptRules, plan_swaps
+from strata_cli.engine.experts.cache import NOT_RESIDENT
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.experts.store import ExpertStore
 from strata_cli.engine.forward.feeding import ExpertFeed, ResidentFeed, Split
@@ -131,7 +132,9 @@ class Residency:
             return
         may_come = self._store.is_pinned & ~cache.is_coming
         most = self._rules.most_swaps(self._store.link_gbps)
-        swaps = plan_swaps(self._use, cache.slot_of, may_come, most)
+        # Nobody could read one in place that is not pinned: it stays.
+        slot_of = np.where(self._store.is_pinned, cache.slot_of, NOT_RESIDENT)
+        swaps = plan_swaps(self._use, slot_of, may_come, most)
         self._use *= np.float32(self._rules.decay)
         cache.swap(swaps)
         if swaps.pairs.size:

@@ -26,7 +26,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 _HINT = (
     "raise the limit (ulimit -l unlimited, or LimitMEMLOCK=infinity in the systemd unit), "
-    "close other programs, or use a smaller model"
+    "close other programs, or leave experts in the file: --arena-pin-gib or --mmap-experts"
 )
 
 
@@ -155,6 +155,9 @@ def _fill(model: ModelFile, arena: BlobArena, progress: Progress | None) -> None
             progress(done_bytes, total_bytes)
 
     fill_rows(parts, count)
+    if not total_bytes:
+        logger.info("no experts in page-locked memory: they come from the file when needed")
+        return
     seconds = max(time.perf_counter() - start, 1e-9)
     share = round(100 * arena.pinned_share)
     logger.info(

@@ -74,6 +74,11 @@ class ExpertStore:
         self._uploader = uploader
         self._resources = ExitStack()
 
+    @property
+    def is_all_in_place(self) -> bool:
+        """Whether kernels find every expert now, in a slot or in page-locked memory."""
+        return self.pinned_share == 1 or bool(self.cache.addresses.all())
+
     @classmethod
     def open(
         cls,

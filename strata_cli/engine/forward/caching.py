@@ -18,6 +18,7 @@ from strata_cli.engine.experts.sizing import (
     ring_slots,
     slots_that_fit,
 )
+from strata_cli.engine.experts.streaming import SMALL_RING_SLOTS
 from strata_cli.engine.model.tensors import ModelFile
 
 DEFAULT_RING = RingRules()
@@ -47,12 +48,14 @@ class CacheWishes:
         least_slots: of those that no prompt may borrow.
         kept_slots: for what a prompt keeps between its chunks.
         ring: that prompts stream experts through.
+        pinned_bytes: see StoreOptions.
     """
 
     num_slots: int | None = None
     least_slots: int = LEAST_SLOTS
     kept_slots: int = 0
     ring: RingRules = DEFAULT_RING
+    pinned_bytes: int | None = None
 
 
 class CachePlan(NamedTuple):
@@ -62,14 +65,16 @@ class CachePlan(NamedTuple):
         shape: of the model's experts.
         num_slots: of the expert cache.
         least_slots: of those that no prompt may borrow.
-        ring_slots: for ring and kept experts beside the cache, where it has too few to lend;
-            else 0.
+        ring_slots: for ring and kept experts beside the cache, where it has too few to lend, or
+            where steps stream experts too; else 0.
+        pinned_bytes: most bytes of experts in page-locked memory.
     """
 
     shape: CacheShape
     num_slots: int
     least_slots: int
     ring_slots: int
+    pinned_bytes: int
 
     @property
     def ring_bytes(self) -> int:
@@ -103,19 +108,24 @@ def plan_cache(
         room_bytes: that all of it may take, where the number of slots is automatic.
         chunk_tokens: of prompts.
     """
+    whole, wanted = shape.arena_bytes, wishes.pinned_bytes
+    pinned_bytes = whole if wanted is None else min(wanted, whole)
+    step_slots = SMALL_RING_SLOTS if pinned_bytes < whole else 0
     num_slots = wishes.num_slots
     if num_slots is None:
-        tables_bytes = CachePlan(shape, 0, 0, 0).nbytes
+        tables_bytes = CachePlan(shape, 0, 0, step_slots, 0).nbytes
         num_slots = slots_that_fit(room_bytes - tables_bytes, shape.slot_bytes, shape.num_pairs)
     num_slots = min(num_slots, shape.num_pairs)
     least_slots = min(wishes.least_slots, num_slots // 2)
-    plan = CachePlan(shape, num_slots, least_slots, 0)
+    if num_slots == shape.num_pairs:
+        step_slots = 0
+    plan = CachePlan(shape, num_slots, least_slots, step_slots, pinned_bytes)
     if num_slots == shape.num_pairs or num_slots - least_slots >= LEAST_RING_SLOTS:
         return plan
     needs = RingNeeds(
         chunk_tokens=chunk_tokens,
         slot_bytes=shape.slot_bytes,
-        pinned_share=1.0,
+        pinned_share=pinned_bytes / whole,
         num_entries=shape.num_pairs - num_slots,
         room_bytes=shape.num_pairs * shape.slot_bytes,
     )

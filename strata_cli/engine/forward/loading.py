@@ -120,7 +120,7 @@ class _Bar:
 def _bytes_to_read(model: ModelFile, device: Device, plan: Plan) -> int:
     needs = plan.outline.needs
     in_arenas = needs.mapped + (needs.weights if device.has_own_memory else 0)
-    in_store = 0 if plan.cache is None else plan.cache.shape.arena_bytes
+    in_store = 0 if plan.cache is None else plan.cache.pinned_bytes
     return in_arenas + in_store or sum(info.nbytes for info in model.tensors.values())
 
 
@@ -134,7 +134,11 @@ def _open_experts(
 ) -> ExpertStore | None:
     if plan.cache is None:
         return None
-    options = StoreOptions(num_slots=plan.cache.num_slots, least_slots=plan.cache.least_slots)
+    options = StoreOptions(
+        num_slots=plan.cache.num_slots,
+        pinned_bytes=plan.cache.pinned_bytes,
+        least_slots=plan.cache.least_slots,
+    )
     return ExpertStore.open(model, device, stream, options, ranking=ranking, progress=bar.reach)
 
 

@@ -44,7 +44,8 @@ class StreamRules:
         stream: how each chunk's experts are streamed.
         is_likely: copy first what is likely to be routed, else in the order of ids.
         kept_slots: for a prompt's most used experts, between its chunks.
-        short_tokens: chunks of at most so many read experts where they are, over the link.
+        short_tokens: chunks of at most so many, and steps, read experts where they are, over the
+            link; only those that are not in page-locked memory come through a small ring.
     """
 
     ring: RingRules = DEFAULT_RING
@@ -109,9 +110,10 @@ class History:
         finally:
             self._last_use = last_use
 
-    def add(self, stream: ChunkStream) -> None:
-        """Take note of a chunk that is done."""
-        self._last_use = stream.use
+    def add(self, stream: ChunkStream, *, is_typical: bool) -> None:
+        """Take note of a chunk that is done, and expect the like of it if it is typical."""
+        if is_typical:
+            self._last_use = stream.use
         self.use = stream.use if self.use is None else self.use + stream.use
         self.counts.append(stream.counts)
 
@@ -195,9 +197,10 @@ class PromptStream:
 
     def ring_slots(self, num_tokens: int) -> int:
         """Slots of the ring of a chunk; 0: it needs none."""
-        if self._slots is None or num_tokens <= self._rules.short_tokens:
+        is_short = num_tokens <= self._rules.short_tokens
+        if self._slots is None or (is_short and self._setting.store.is_all_in_place):
             return 0
-        if num_tokens < self._rules.ring.stream_min:
+        if is_short or num_tokens < self._rules.ring.stream_min:
             return min(SMALL_RING_SLOTS, self._ring_slots)
         return self._ring_slots
 
@@ -217,6 +220,9 @@ class PromptStream:
         store, ring = self._setting.store, self._ring(num_slots)
         kept = self._keep(ring)
         resident, addresses = store.cache.is_resident, store.cache.addresses
+        is_short = num_tokens <= self._rules.short_tokens
+        if is_short:
+            resident = resident | store.is_pinned
         if self._kept is not None:
             resident = resident | self._kept.is_kept
             addresses = np.where(self._kept.is_kept, self._kept.addresses, addresses)
@@ -227,7 +233,7 @@ class PromptStream:
         with store.staging(stream.entries), stream, self._cancellation.stopping(stream.stop):
             yield StreamFeed(self._tables, stream, ranking, addresses, ring.shape)
             stream.finish()
-        self._history.add(stream)
+        self._history.add(stream, is_typical=not is_short)
 
     def _ring(self, num_slots: int) -> Ring:
         """The ring over the first slots. Its copies wait for those who read them so far."""

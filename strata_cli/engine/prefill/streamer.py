@@ -18,7 +18,7 @@ from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.device.arena import TAIL_BYTES
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.experts.sizing import RingNeeds, ring_slots
-from strata_cli.engine.experts.streaming import StreamCounts
+from strata_cli.engine.experts.streaming import SMALL_RING_SLOTS, StreamCounts
 from strata_cli.engine.prefill.feed import StreamTables
 from strata_cli.engine.prefill.prompt_stream import (
     History,
@@ -39,7 +39,7 @@ class PromptStreamer:
         setting: what to work with.
         rules: see StreamRules.
         scores: use of each expert in general, [L, E].
-        own_slots: of a ring beside the cache; 0: the cache lends it.
+        own_slots: of a ring beside the cache; 0: there is none. The cache lends longer ones.
 
     Attributes:
         setting: see above.
@@ -88,6 +88,9 @@ class PromptStreamer:
         what = "routed or not"
         if stream.skips_unrouted:
             what = f"as far as they are routed, {stream.depth or 'auto'} copies deep"
+        share = self.setting.store.pinned_share
+        if share < 1:
+            what += f"; {100 * share:.0f} % are in page-locked memory, the file has the others"
         return (
             f"{cache.num_slots} of {cache.slot_of.size} in cache slots, the others stream through "
             f"{self.ring_slots(chunk_tokens)} ring slots, {what}"
@@ -107,16 +110,20 @@ class PromptStreamer:
         """Slots of the ring for a prompt's chunks of so many tokens; 0: none is needed."""
         store = self.setting.store
         num_entries = int((~store.cache.is_resident).sum())
-        if num_tokens <= self._rules.short_tokens or not num_entries:
+        is_short = num_tokens <= self._rules.short_tokens
+        if not num_entries or (is_short and store.is_all_in_place):
             return 0
+        if is_short:
+            return SMALL_RING_SLOTS
         cache = store.cache
         lendable_bytes = (cache.num_slots - cache.least_slots) * store.slot_bytes
+        own_bytes = 0 if self._own is None else self._own.nbytes
         needs = RingNeeds(
             chunk_tokens=num_tokens,
             slot_bytes=store.slot_bytes,
             pinned_share=store.pinned_share,
             num_entries=num_entries,
-            room_bytes=lendable_bytes if self._own is None else self._own.nbytes,
+            room_bytes=max(lendable_bytes, own_bytes),
         )
         return ring_slots(self._rules.ring, needs)
 
@@ -153,6 +160,11 @@ class PromptStreamer:
         with self._history.unlearning():
             yield
 
+    @property
+    def is_needed_for_steps(self) -> bool:
+        """Whether steps find some experts nowhere but in a stream, now that all is settled."""
+        return not self.setting.store.is_all_in_place
+
     def settle(self) -> None:
         """Fill again what a prompt was lent; before steps. Blocks until it is done.
 
@@ -176,7 +188,7 @@ class PromptStreamer:
         """Slots for a ring and, behind them, for what is kept, as far as there are any."""
         cache, slot_bytes = self.setting.store.cache, self.setting.store.slot_bytes
         count = num_slots + num_kept
-        if self._own is not None:
+        if self._own is not None and num_slots <= self._own.shape[0]:
             return self._own.rows(0, min(count, self._own.shape[0]))
         count = min(count, cache.num_slots - cache.least_slots)
         if self._lent is None or self._lent.shape[0] < count:
