@@ -79,6 +79,22 @@ def config_file_of(flags: Mapping[str, Any]) -> Path | None:
     return config_file(flags, os.environ)
 
 
+def given_settings(flags: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that a flag or a variable gives, by name, with what gives them."""
+    specs = fields(StrataConfig)
+    variables = {spec.name: variable_of(spec.name) for spec in specs}
+    given = {name: text for name, text in variables.items() if text in os.environ}
+    return given | {
+        spec.name: flag_of(spec.name) for spec in specs if flags.get(spec.name) is not None
+    }
+
+
+def service_variables() -> dict[str, str]:
+    """What a service manager says to this process; see server/notify.py."""
+    names = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def written(parse: Parser[T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
     """Callback of a command's own option, whose value is written, and refused, like a setting's.
 

@@ -1,0 +1,69 @@
+"""The command line that runs the server, and the step from this process into it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import zipfile
+from pathlib import Path
+
+from strata_cli.launch.planning import LaunchPlan
+from strata_cli.launch.systemd import owner_of
+from strata_cli.launch.unit import UnitOptions
+
+OUTPUTS = ("expert_profile", "expert_profile_save", "trace", "prefill_dump_r")  # settings: files
+
+
+def serve_command(settings: Path, argv0: str = "", executable: str = "") -> tuple[str, ...]:
+    """What runs the server as this program is installed: in one file, or as packages.
+
+    Args:
+        settings: the settings file.
+        argv0: what this process was started as; empty: sys.argv[0].
+        executable: of Python; empty: sys.executable.
+    """
+    started_as = argv0 or sys.argv[0]
+    is_one_file = os.path.isfile(started_as) and zipfile.is_zipfile(started_as)
+    program = (os.path.abspath(started_as),) if is_one_file else ("-m", "strata_cli")
+    config = os.path.abspath(settings)
+    return (executable or sys.executable, *program, "serve", "--config", config)
+
+
+def become(command: tuple[str, ...]) -> None:
+    """Replace this process by the server, which may then lock as much memory as it can.
+
+    Does not return. A GPU that was looked at is free again, and signals go to the server.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], command)
+
+
+def unit_options(plan: LaunchPlan, scope: str, settings: Path, user: str | None) -> UnitOptions:
+    """The service that runs a plan.
+
+    Args:
+        plan: what was chosen.
+        scope: "user" or "system".
+        settings: the settings file, whose folder's owner runs a system service.
+        user: another one who does; None: that owner.
+    """
+    model = next(choice.reason for choice in plan.choices if choice.name == "model")
+    return UnitOptions(
+        command=serve_command(settings),
+        scope=scope,
+        description=f"Strata: {model}",
+        user=owner_of(settings.absolute().parent) if user is None else user.replace("root", ""),
+        is_gpu=str(plan.value("device")) != "host",
+        writable=tuple(dict.fromkeys(_folders(plan))),
+    )
+
+
+def _folders(plan: LaunchPlan) -> list[Path]:
+    """That the server writes files into."""
+    values = [choice.value for choice in plan.choices if choice.name in OUTPUTS]
+    return [Path(value).absolute().parent for value in values if value and str(value) != "1"]
