@@ -148,6 +148,12 @@ class StrataConfig:
         "What the use that was counted before a round still counts after it.",
         parse=number(0, 1),
     )
+    route_tail_skip: int = setting(
+        0,
+        "Rank, from 0, from which on steps leave out experts that are not in the cache; "
+        "0 leaves out none. Never in canonical reads.",
+        parse=whole_number(0),
+    )
     prefill_stream_min: int = setting(
         1024,
         "Tokens of a prompt chunk from which on experts are copied ahead of their routing.",
@@ -275,6 +281,14 @@ class StrataConfig:
     )
     cors_origins: tuple[str, ...] = setting(
         (), "Web pages that may also read the answers of /v1; * is all.", parse=names
+    )
+    parallel: int = setting(
+        1, "Requests that the engine works on at once.", parse=whole_number(1, 1024)
+    )
+    engine_silence_s: float = setting(
+        300.0,
+        "Seconds with work and without any progress after which the engine is started anew.",
+        parse=number(1),
     )
     max_queue: int = setting(
         128,

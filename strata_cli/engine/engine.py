@@ -84,6 +84,8 @@ class EngineOptions:
         profile_save: file for the profile with what this run adds to it; None: it is not kept.
         profile_save_every_s: seconds between two saves, 0: only when the engine is closed.
         adapt: when cached experts change places between device and host memory, as steps need.
+        tail_skip: rank, from 0, from which on steps leave out experts that are not in the cache,
+            unless they are canonical; 0: they leave out none.
         streaming: how prompts come by the other experts.
         will_chat: start the chat template's process now, so that the first chat need not wait.
         compile_ahead: on a first start on the host, compile all kernels before the first read.
@@ -107,6 +109,7 @@ class EngineOptions:
     profile_save: Path | None = None
     profile_save_every_s: float = SAVE_EVERY_S
     adapt: AdaptRules = DEFAULT_ADAPT
+    tail_skip: int = 0
     streaming: StreamRules = DEFAULT_STREAMING
     will_chat: bool = False
     compile_ahead: bool = True
@@ -259,6 +262,7 @@ class Engine:
                     forward,
                     loaded.store,
                     options.adapt,
+                    tail_skip=options.tail_skip,
                     trace=options.trace,
                     learn=None if learner is None else learner.add_pairs,
                 )
@@ -328,6 +332,13 @@ class Engine:
         """Whether passes are now computed as canonical ones are."""
         return self.is_canonical or not self._deviates
 
+    @property
+    def _is_exact_step(self) -> bool:
+        """The same of steps, which may leave experts out."""
+        if self._residency is not None and self._residency.deviates and not self.is_canonical:
+            return False
+        return self._is_exact
+
     def sequence(self) -> Sequence:
         """A new, empty sequence.
 
@@ -386,7 +397,7 @@ class Engine:
                 continue
             states = [piece.state for piece in together]
             ids = [piece.ids[0] for piece in together]
-            yield from self._decoder.step(states, ids, is_exact=self._is_exact)
+            yield from self._decoder.step(states, ids, is_exact=self._is_exact_step)
 
     def _step_streamed(self, pieces: list[Piece]) -> Iterator[NDArray[np.float32]]:
         """A step of experts that are in no memory that a recorded pass could find them in."""

@@ -35,6 +35,7 @@ def engine_options(
         expert_profile=config.expert_profile,
         profile_save=config.expert_profile_save,
         profile_save_every_s=60 * config.expert_profile_save_every,
+        tail_skip=config.route_tail_skip,
         adapt=AdaptRules(config.adapt_every, config.adapt_swaps, config.adapt_decay),
         streaming=_streaming(config),
         will_chat=will_chat,

@@ -101,6 +101,10 @@ def test_the_adaptive_tier_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -
     assert options.adapt == AdaptRules(every=7, swaps=9, decay=0.5)
 
 
+def test_the_tail_skip_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_of(monkeypatch, route_tail_skip="7").tail_skip == 7
+
+
 def test_the_learned_profile_reaches_the_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

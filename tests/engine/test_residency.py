@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from strata_cli.engine.decode.residency import Residency
-from strata_cli.engine.engine import Engine, EngineOptions, Sequence
+from strata_cli.engine.engine import Engine, EngineOptions, Part, Sequence
 from strata_cli.engine.experts.adapting import AdaptRules
 from strata_cli.engine.experts.profile import load_profile
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
@@ -137,6 +137,80 @@ def test_a_swap_under_way_is_seen_by_no_window(
             assert not (cache.is_coming & cache.is_resident).any()
         assert same(rows, truth[1:9])
         assert same(answer(sequence, ANSWER[8:]), truth[9:])
+
+
+class TestTailSkip:
+    """Misses of late rank that steps leave out."""
+
+    @pytest.mark.parametrize("tail_skip", [1, 2])
+    def test_misses_of_late_rank_are_left_out(
+        self, path: Path, device_name: str, truth: np.ndarray[Any, Any], tail_skip: int
+    ) -> None:
+        with Way(cache=20, tail_skip=tail_skip).open(path, device_name) as engine:
+            with engine.sequence() as sequence:
+                prompt, rows = sequence.prefill(PROMPT), answer(sequence)
+                assert same(prompt, truth[0])
+                assert not same(rows[0], truth[1])
+                assert not sequence.is_exact
+            counts = counts_of(engine)
+            most = counts.windows * NUM_LAYERS * (TOP_K - tail_skip)
+            assert 0 < counts.dropped <= most
+            assert counts.hits + counts.pcie + counts.dropped == counts.routed
+
+    def test_what_is_left_out_depends_on_the_cache_alone(
+        self, path: Path, device_name: str
+    ) -> None:
+        rows = []
+        for _ in range(2):
+            way = Way(cache=20, tail_skip=1)
+            with way.open(path, device_name) as engine, engine.sequence() as sequence:
+                sequence.prefill(PROMPT)
+                rows.append(answer(sequence))
+        assert same(rows[0], rows[1])
+
+    def test_canonical_reads_leave_out_nothing(
+        self, path: Path, device_name: str, truth: np.ndarray[Any, Any]
+    ) -> None:
+        with Way(tail_skip=1, adapt=RESTLESS).open(path, device_name) as engine:
+            for _ in range(2):
+                with engine.sequence() as sequence:
+                    sequence.prefill(PROMPT)
+                    answer(sequence)
+                dropped = counts_of(engine).dropped
+                with engine.canonical(), engine.sequence() as sequence:
+                    assert same(sequence.prefill(PROMPT), truth[0])
+                    assert same(answer(sequence), truth[1:])
+                    assert sequence.is_exact
+                assert counts_of(engine).dropped == dropped > 0
+
+    @pytest.mark.parametrize(
+        "way",
+        [Way(cache=NUM_EXPERTS * NUM_LAYERS, tail_skip=1), Way(cache=0, tail_skip=TOP_K)],
+        ids=["all are hits", "no rank is late"],
+    )
+    def test_where_nothing_can_be_left_out_steps_are_exact(
+        self, path: Path, device_name: str, truth: np.ndarray[Any, Any], way: Way
+    ) -> None:
+        with way.open(path, device_name) as engine, engine.sequence() as sequence:
+            sequence.prefill(PROMPT)
+            assert same(answer(sequence), truth[1:])
+            assert sequence.is_exact
+
+    def test_a_window_of_several_leaves_out_what_all_of_them_rank_late(
+        self, path: Path, device_name: str
+    ) -> None:
+        """Twice the same token: both rows drop the same, as the one alone does."""
+        with Way(cache=20, tail_skip=1).open(path, device_name) as engine:
+            with engine.sequence() as one, engine.sequence() as other:
+                for sequence in (one, other):
+                    sequence.prefill(PROMPT)
+                rows = engine.read_together([Part(one, [5]), Part(other, [5])])
+                assert rows[0] is not None
+                assert rows[1] is not None
+                assert same(rows[0], rows[1])
+            with engine.sequence() as alone:
+                alone.prefill(PROMPT)
+                assert same(alone.step(5), rows[0])
 
 
 def test_canonical_reads_leave_what_adapts_as_it_was(path: Path, device_name: str) -> None:

@@ -74,7 +74,10 @@ class Residency:
         self._room = device.allocate_pinned(max(routed.nbytes, 1))
         self._use = np.zeros(shape, np.float32)
         self._split: Split | None = None
-        if store is not None and 0 < tail_skip < spec.num_experts_per_tok:
+        is_any_outside = (
+            store is not None and store.cache.num_slots < spec.num_layers * spec.num_experts
+        )
+        if store is not None and is_any_outside and 0 < tail_skip < spec.num_experts_per_tok:
             share = device.resident(np.array([SHARES], np.int32).view(np.uint8))
             link_share = Tensor.over(share, (1,), np.int32)
             self._split = Split(store.cache.slot_range, link_share, tail_skip)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.decode.residency import Residency
 from strata_cli.engine.device.base import Graph
+from strata_cli.engine.forward.feeding import ExpertFeed
 from strata_cli.engine.forward.layers import Batch, Forward, Segment
 from strata_cli.engine.forward.rows import RowPort, advancing, positions_of
 from strata_cli.engine.forward.state import SequenceState
@@ -43,7 +44,7 @@ class Decoder:
         self._forward = forward
         self._port = port
         self._residency = residency
-        self._recorded: OrderedDict[tuple[int, ...], Recorded] = OrderedDict()
+        self._recorded: OrderedDict[tuple[bool, tuple[int, ...]], Recorded] = OrderedDict()
         workspace = forward.workspace
         rows = min(workspace.num_tokens, workspace.logit_rows)
         self.most_rows = rows if residency is None else min(rows, residency.most_rows)
@@ -74,13 +75,13 @@ class Decoder:
             for state, token_id in zip(states, ids, strict=True):
                 passes.enter_context(advancing(state, [token_id], is_exact=is_exact))
             port.stage(ids, positions_of(batch))
-            self._forward.stream.replay(self._graph(batch))
+            self._forward.stream.replay(self._graph(batch, is_exact=is_exact))
             port.mark_inputs()
         if residency is not None:
             residency.launched()
         rows = port.read_logits(num)
         if residency is not None:
-            residency.end(num)
+            residency.end(num, is_exact=is_exact)
         return rows
 
     def forget(self, state: SequenceState) -> None:
@@ -98,24 +99,25 @@ class Decoder:
         while self._recorded:
             self._recorded.popitem()[1].graph.close()
 
-    def _graph(self, batch: Batch) -> Graph:
+    def _graph(self, batch: Batch, *, is_exact: bool) -> Graph:
         states = tuple(segment.state for segment in batch.segments)
-        key = tuple(map(id, states))
+        feed = None if is_exact or self._residency is None else self._residency.feed(len(states))
+        key = feed is None, tuple(map(id, states))
         if key in self._recorded:
             self._recorded.move_to_end(key)
             return self._recorded[key].graph
         while len(self._recorded) >= MOST_GRAPHS:
             # No longer in use: a step waits for its logits.
             self._recorded.popitem(last=False)[1].graph.close()
-        graph = self._record(batch)
+        graph = self._record(batch, feed)
         self._recorded[key] = Recorded(graph, states)
         return graph
 
-    def _record(self, batch: Batch) -> Graph:
+    def _record(self, batch: Batch, feed: ExpertFeed | None) -> Graph:
         num = batch.num_tokens
         with self._forward.stream.capture() as graph:
             self._port.enqueue_inputs(num)
-            self._forward.run(batch)
+            self._forward.run(batch, feed=feed)
             if self._residency is not None:
                 self._residency.enqueue_routing(num)
             self._port.enqueue_logits(self._forward.head(0, num))
