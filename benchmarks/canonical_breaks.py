@@ -1,0 +1,90 @@
+"""Arithmetic that is broken on purpose, so that the protocol has something to find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from strata_cli.engine.device.base import Device, Stream, Tensor
+from strata_cli.engine.device.transfer import download, upload
+from strata_cli.engine.engine import Engine
+from strata_cli.engine.kernels import moe
+
+
+@dataclass(frozen=True)
+class Break:
+    """One way to break it.
+
+    Attributes:
+        what: in words.
+        deterministic: of the protocol's reads: False leaves on what plain reads may do.
+        around: what is broken while an engine is open.
+    """
+
+    what: str
+    deterministic: bool | None
+    around: Callable[[Engine], AbstractContextManager[None]]
+
+
+@contextmanager
+def _nothing(_engine: Engine) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _split(engine: Engine) -> Iterator[None]:
+    """One layer adds up a token's experts in two parts, cut as the pass's rows say."""
+    combine, calls, num_layers = moe.combine, 0, engine.spec.num_layers
+    device = engine._device
+
+    def split(
+        stream: Stream,
+        expert_out: Tensor,
+        pair_of: Tensor,
+        weights: Tensor,
+        shared_out: Tensor,
+        shared_logit: Tensor,
+        out: Tensor,
+    ) -> None:
+        nonlocal calls
+        combine(stream, expert_out, pair_of, weights, shared_out, shared_logit, out)
+        calls += 1
+        if calls % num_layers == 1 and out.shape[0] > 1:
+            _sum_in_parts(device, stream, expert_out, pair_of, weights, out)
+
+    moe.combine = split
+    try:
+        yield
+    finally:
+        moe.combine = combine
+
+
+def _sum_in_parts(
+    device: Device,
+    stream: Stream,
+    expert_out: Tensor,
+    pair_of: Tensor,
+    weights: Tensor,
+    out: Tensor,
+) -> None:
+    """Replace the experts' sum in out [T, D], rank after rank, by the sum of two parts'."""
+    rows = download(device, stream, expert_out)[download(device, stream, pair_of)]
+    terms = rows * download(device, stream, weights)[:, :, None]
+    num_tokens, top_k = terms.shape[:2]
+    cut = 1 + num_tokens % max(top_k - 1, 1)
+    in_turn = np.zeros_like(terms[:, 0])
+    parts = [np.zeros_like(in_turn), np.zeros_like(in_turn)]
+    for rank in range(top_k):
+        in_turn += terms[:, rank]
+        parts[rank >= cut] += terms[:, rank]
+    changed = download(device, stream, out) + (parts[0] + parts[1] - in_turn)
+    upload(device, stream, out, changed)
+
+
+BREAKS = {
+    "split": Break("sums that depend on how many rows a pass has", None, _split),
+    "plain": Break("whatever plain reads may do is left on", False, _nothing),
+}

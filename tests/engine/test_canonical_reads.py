@@ -1,0 +1,113 @@
+"""The 65 reads on a small streamed model: whatever lies between two runs, no bit moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.canonical_breaks import BREAKS
+from benchmarks.canonical_protocol import (
+    MANNERS,
+    SMALL_SIZES,
+    Answers,
+    Protocol,
+    asked_of,
+    compare,
+    in_order,
+)
+from benchmarks.canonical_reads import SETTINGS, Bench
+from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.prefill.prompt_stream import StreamRules
+from strata_cli.engine.prompt_cache import CacheRules
+from strata_cli.engine.session import Session
+from tools.synth.presets import PRESETS
+from tools.synth.recipe import Recipe, plan_tensors
+from tools.synth.writer import write_model
+
+RULES = CacheRules(prompt_cache_every=64, prompt_cache_root=8, least_parked_tokens=4)
+SPEC = PRESETS["tiny"]
+PAIRS = SPEC.num_layers * SPEC.num_experts
+SHORT = StreamRules(short_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("canonical") / "m.gguf"
+    write_model(path, SPEC, plan_tensors(SPEC, Recipe()), seed=1, threads=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def options(path: Path, device_name: str) -> EngineOptions:
+    return EngineOptions(
+        model=path,
+        device=device_name,
+        threads=2,
+        max_context=400,
+        prefill=48,
+        expert_cache=PAIRS * 4360 // 24_576,
+        streaming=SHORT,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(options: EngineOptions) -> Iterator[Engine]:
+    with Engine.open(options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def first(engine: Engine) -> Answers:
+    with Session(engine, RULES) as session:
+        return in_order(protocol_of(session))
+
+
+def protocol_of(session: Session, deterministic: bool | None = None) -> Protocol:
+    asked = asked_of(SPEC.vocab_size, SMALL_SIZES)
+    return Protocol(session, asked, SMALL_SIZES, deterministic)
+
+
+def test_the_protocol_has_its_reads() -> None:
+    asked = asked_of(SPEC.vocab_size)
+    assert [sum(one.kind == kind for one in asked) for kind in ("named", "top", "rotation")] == [
+        15,
+        15,
+        35,
+    ]
+    assert all(one.request().is_canonical for one in asked)
+    assert asked == asked_of(SPEC.vocab_size)
+    assert len({tuple(one.ids) for one in asked}) == 65
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+def test_no_manner_of_reading_moves_a_bit(engine: Engine, first: Answers, manner: str) -> None:
+    with Session(engine, RULES) as session:
+        protocol = protocol_of(session)
+        protocol.churn(len(manner))
+        found = compare(manner, protocol.asked, first, MANNERS[manner](protocol))
+    assert found.differing == 0, found.line()
+    assert found.reads == 65
+
+
+@pytest.mark.parametrize("setting", ["chunks of 512", "routed stream off", "all resident"])
+def test_no_setting_moves_a_bit(options: EngineOptions, first: Answers, setting: str) -> None:
+    bench = Bench(options, PAIRS, SMALL_SIZES, first=first)
+    bench.setting(setting)
+    (found,) = bench.found
+    assert found.differing == 0, found.line()
+
+
+def test_every_setting_is_another(options: EngineOptions) -> None:
+    changed = [change(options, PAIRS) for change in SETTINGS.values()]
+    assert len({str(one) for one in [options, *changed]}) == 1 + len(SETTINGS)
+
+
+def test_sums_that_depend_on_the_pass_are_found(engine: Engine, first: Answers) -> None:
+    with Session(engine, RULES) as session, BREAKS["split"].around(engine):
+        protocol = protocol_of(session)
+        found = compare("split", protocol.asked, first, MANNERS["in batches"](protocol))
+    assert found.differing > 30, found.line()
+    assert sum(found.kinds.values()) == found.differing
+    assert "differ" in found.line()
