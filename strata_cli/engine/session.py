@@ -17,7 +17,6 @@ from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.conversations import Conversation, ConversationCache, Parked
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.forward.loading import Progress
-from strata_cli.engine.prefill.chunks import Wanted
 from strata_cli.engine.prompt_cache import (
     CacheRules,
     Checkpoint,
@@ -26,6 +25,7 @@ from strata_cli.engine.prompt_cache import (
     common_tokens,
     is_prefix,
 )
+from strata_cli.engine.prompt_reading import PromptReading
 
 DEFAULT_RULES = CacheRules()
 
@@ -46,6 +46,7 @@ class Session:
         engine: reads.
         rules: what is kept.
         canonical: make every read canonical; else those inside Engine.canonical() are.
+        conversations: of several sessions of the engine together; None: the session has its own.
 
     Attributes:
         engine: see above.
@@ -59,12 +60,17 @@ class Session:
     """
 
     def __init__(
-        self, engine: Engine, rules: CacheRules = DEFAULT_RULES, *, canonical: bool = False
+        self,
+        engine: Engine,
+        rules: CacheRules = DEFAULT_RULES,
+        *,
+        canonical: bool = False,
+        conversations: ConversationCache | None = None,
     ) -> None:
         self.engine = engine
         self.sequence = engine.sequence()
         self.cache = PromptCache(rules)
-        self.conversations = ConversationCache(rules.conversation_cache_mib << 20)
+        self.conversations = conversations or ConversationCache(rules.conversation_cache_mib << 20)
         self.read_tokens = 0
         self._rules = rules
         self._is_canonical = canonical
@@ -89,17 +95,58 @@ class Session:
             InputError: see Engine.check; nothing has changed then.
             Cancelled: what was read so far may be reused.
         """
-        self.engine.check(ids)
-        parting = common_tokens(self.sequence.cached_ids, ids)
         with self._manner():
-            kept = self._go_to(self._want(ids, logits=True), reuse=reuse)
-            start = self.sequence.position
-            if start == len(ids):
-                assert kept is not None
-                assert kept.logits is not None
-                return PromptRead(kept.logits.copy(), start)
-            logits = self._read_on(ids, parting, "last", progress, cancellation)
-            return PromptRead(logits, start)
+            reading = self.begin(ids, reuse=reuse)
+            self._read_all(reading, progress, cancellation)
+        assert reading.logits is not None
+        return PromptRead(reading.logits, reading.start)
+
+    def begin(
+        self, ids: list[int], *, reuse: bool = True, wants_logits: bool = True
+    ) -> PromptReading:
+        """Rewind the live sequence to what it knows of a prompt, for somebody to read the rest.
+
+        What a canonical read may go on from is decided here; it must be read accordingly. What the
+        reader reads is not in read_tokens.
+
+        Args:
+            ids: the whole prompt, at least one token; it may be empty where no logits are wanted.
+            reuse: False reads all of it anew.
+            wants_logits: of the prompt's end.
+
+        Raises:
+            InputError: see Engine.check; nothing has changed then.
+        """
+        if ids or wants_logits:
+            self.engine.check(ids)
+        # A prefix that is read for its own sake ends where its prompts part.
+        parting = common_tokens(self.sequence.cached_ids, ids) if wants_logits else 0
+        kept = self._go_to(self._want(ids, logits=wants_logits), reuse=reuse)
+        logits = None
+        if wants_logits and self.sequence.position == len(ids):
+            assert kept is not None
+            assert kept.logits is not None
+            logits = kept.logits.copy()
+        return PromptReading(
+            self.sequence,
+            self.cache,
+            ids,
+            wants_logits=wants_logits,
+            logits=logits,
+            parting=parting,
+        )
+
+    def known_tokens(self, ids: list[int], *, wants_logits: bool = True) -> int:
+        """How many of a prompt's first tokens begin() would not leave to read. Changes nothing."""
+        want, sequence = self._want(ids, logits=wants_logits), self.sequence
+        kept = self.cache.find(want, sequence.exact_rows)
+        parked = self.conversations.find(want)
+        known = [self._live_position(want)]
+        if kept is not None and sequence.can_restore(kept.snapshot):
+            known.append(kept.position)
+        if parked is not None:
+            known.append(parked.checkpoint.position)
+        return max(known)
 
     def score_suffixes(
         self,
@@ -143,12 +190,9 @@ class Session:
             InputError: see Engine.check; nothing has changed then.
             Cancelled: what was read so far may be reused.
         """
-        if ids:
-            self.engine.check(ids)
         with self._manner():
-            self._go_to(self._want(ids, logits=False), reuse=reuse)
-            if self.sequence.position < len(ids):
-                self._read_on(ids, 0, "none", None, cancellation)
+            reading = self.begin(ids, reuse=reuse, wants_logits=False)
+            self._read_all(reading, None, cancellation)
 
     def close(self) -> None:
         """Gives the sequence's memory back. Safe to call twice."""
@@ -233,31 +277,20 @@ class Session:
         if checkpoints:
             self.conversations.park(Conversation(sequence.park(), checkpoints))
 
-    def _read_on(
-        self,
-        ids: list[int],
-        parting: int,
-        wanted: Wanted,
-        progress: Progress | None,
-        cancellation: Cancellation,
-    ) -> NDArray[np.float32]:
-        """Read the rest of the ids, leaving checkpoints on the grid, at the parting and the end."""
-        sequence, cache, start = self.sequence, self.cache, self.sequence.position
-        cache.keep_prefixes(ids)
-        logits = np.empty(0, dtype=np.float32)
-        for stop in [*cache.cuts(start, len(ids), parting), len(ids)]:
-            position, is_end = sequence.position, stop == len(ids)
-            logits = sequence.prefill(
-                ids[position:stop],
-                logits=wanted if is_end else "none",
-                progress=_shifted(progress, position - start, len(ids) - start),
+    def _read_all(
+        self, reading: PromptReading, progress: Progress | None, cancellation: Cancellation
+    ) -> None:
+        total = reading.left_tokens
+        while not reading.is_over:
+            ids, wants_logits = reading.next()
+            logits = self.sequence.prefill(
+                ids,
+                logits="last" if wants_logits else "none",
+                progress=_shifted(progress, total - reading.left_tokens, total),
                 cancellation=cancellation,
             )
-            self.read_tokens += stop - position
-            if self._rules.prompt_cache:
-                end = logits.copy() if logits.size else None
-                cache.add(Checkpoint(sequence.snapshot(), end))
-        return logits
+            self.read_tokens += len(ids)
+            reading.add(logits if wants_logits else None)
 
 
 def _shifted(progress: Progress | None, done: int, total: int) -> Progress | None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata_cli.engine import reading
+from strata_cli.engine.conversations import ConversationCache
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.forward.state import SequenceState, Snapshot
 from strata_cli.engine.prompt_cache import CacheRules, is_prefix
@@ -252,3 +253,38 @@ def test_a_session_answers_requests_as_a_sequence_does(engine: Engine) -> None:
         assert result.state_hash == fresh.state_hash
     assert every.all_logits is not None
     assert np.array_equal(bits(every.all_logits[-1]), bits(fresh.logits))
+
+
+def test_a_prompt_is_read_by_pieces_as_somebody_likes(engine: Engine, truth: Truth) -> None:
+    """Two sessions in turn, in pieces of any size; each leaves the checkpoints of one read."""
+    with Session(engine, SMALL) as one, Session(engine, SMALL) as two:
+        prompts = [TEXT[:47], OTHER[:37]]
+        readings = [
+            session.begin(prompt) for session, prompt in zip((one, two), prompts, strict=True)
+        ]
+        while any(reading.left_tokens for reading in readings):
+            for reading in readings:
+                if not reading.is_over:
+                    ids, wants_logits = reading.next(7)
+                    row = reading.sequence.prefill(ids)
+                    reading.add(row if wants_logits else None)
+        for session, reading, prompt in zip((one, two), readings, prompts, strict=True):
+            assert reading.logits is not None
+            assert np.array_equal(bits(reading.logits), bits(truth(prompt).logits))
+            assert session.known_tokens(prompt) == len(prompt)
+            assert session.known_tokens([*prompt, 1]) == len(prompt)
+            assert session.known_tokens([*prompt[:20], 1]) == 16
+            assert session.known_tokens([1]) == 0
+            assert check(session, truth, [*prompt[:20], 1]) == 16
+
+
+def test_sessions_share_what_made_room(engine: Engine, truth: Truth) -> None:
+    cache = ConversationCache(64 << 20)
+    with (
+        Session(engine, PARKING, conversations=cache) as one,
+        Session(engine, PARKING, conversations=cache) as two,
+    ):
+        check(one, truth, TEXT[:40])
+        check(one, truth, OTHER[:40])
+        assert two.known_tokens(TEXT[:45]) == 40
+        assert check(two, truth, TEXT[:45]) == 40

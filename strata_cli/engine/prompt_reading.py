@@ -1,0 +1,89 @@
+"""A prompt on its way into a sequence, a piece at a time, with the checkpoints that it leaves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.engine import Sequence
+from strata_cli.engine.prompt_cache import Checkpoint, PromptCache
+
+Floats = NDArray[np.float32]
+
+
+class Upcoming(NamedTuple):
+    """Tokens to read, and whether the logits behind them are wanted."""
+
+    ids: list[int]
+    wants_logits: bool
+
+
+class PromptReading:
+    """What is left to read of a prompt. Who reads it takes next(), then calls add().
+
+    The sequence must be read by nobody else meanwhile; the reading may be given up at any time.
+
+    Args:
+        sequence: holds what is known of the prompt.
+        cache: of the sequence; gets the checkpoints, if it keeps any.
+        ids: the whole prompt.
+        wants_logits: of its end.
+        logits: [V] of its end, where all of it is known.
+        parting: up to there the prompt before began alike, so others may too.
+
+    Attributes:
+        sequence: as given.
+        start: tokens that were known.
+        logits: [V] of the prompt's end, once it is read; None where they are not wanted.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        cache: PromptCache,
+        ids: list[int],
+        *,
+        wants_logits: bool = True,
+        logits: Floats | None = None,
+        parting: int = 0,
+    ) -> None:
+        self.sequence = sequence
+        self.start = sequence.position
+        self.logits = logits
+        self._cache = cache
+        self._ids = ids
+        self._wants_logits = wants_logits
+        cache.keep_prefixes(ids)
+        self._stops = [*cache.cuts(self.start, len(ids), parting), len(ids)]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the sequence holds all of the prompt."""
+        return self.left_tokens == 0
+
+    @property
+    def left_tokens(self) -> int:
+        """Tokens that are not read yet."""
+        return len(self._ids) - self.sequence.position
+
+    def next(self, most: int | None = None) -> Upcoming:
+        """What to read next: up to the next checkpoint, at most so many tokens."""
+        position = self.sequence.position
+        stop = next(stop for stop in self._stops if stop > position)
+        ids = self._ids[position : stop if most is None else min(stop, position + most)]
+        return Upcoming(ids, self._wants_logits and len(ids) == self.left_tokens)
+
+    def add(self, logits: Floats | None = None) -> None:
+        """The next tokens were read.
+
+        Args:
+            logits: [V] behind them, where they are wanted.
+        """
+        if self.is_over and self._wants_logits:
+            assert logits is not None
+            self.logits = logits
+        if self.sequence.position in self._stops and self._cache.rules.prompt_cache:
+            end = self.logits.copy() if self.is_over and self.logits is not None else None
+            self._cache.add(Checkpoint(self.sequence.snapshot(), end))
