@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
 from strata_cli.engine.experts.adapting import STATIC, AdaptRules
+from strata_cli.engine.experts.blobs import blob_layouts
 from strata_cli.engine.experts.sizing import RingRules
 from strata_cli.engine.experts.store import ExpertStore
 from strata_cli.engine.experts.streaming import StreamOptions
 from strata_cli.engine.forward.state import StateHash
 from strata_cli.engine.model.expected import Shape
 from strata_cli.engine.model.quants import QuantType
+from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.engine.prefill.prompt_stream import StreamRules
 from strata_cli.engine.prefill.streamer import PromptStreamer
 from strata_cli.engine.trace import NO_TRACE, Trace
@@ -52,6 +54,7 @@ class Way:
         is_likely, keep, short: as in StreamRules.
         adapt: when experts change places.
         tail_skip: rank from which on steps leave out misses.
+        pinned: experts of each layer in page-locked memory; None: all.
     """
 
     cache: int = 45
@@ -65,6 +68,7 @@ class Way:
     short: int = 8
     adapt: AdaptRules = STATIC
     tail_skip: int = 0
+    pinned: int | None = None
 
     def open(self, path: Path, device: str, trace: Trace = NO_TRACE) -> Engine:
         rules = StreamRules(
@@ -74,6 +78,11 @@ class Way:
             kept_slots=self.keep,
             short_tokens=self.short,
         )
+        pinned_bytes = None
+        if self.pinned is not None:
+            with load_model_file(path) as model:
+                layers = blob_layouts(model)
+            pinned_bytes = sum(layer.nbytes for layer in layers) * self.pinned
         return Engine.open(
             EngineOptions(
                 model=path,
@@ -84,6 +93,7 @@ class Way:
                 least_slots=self.least,
                 adapt=self.adapt,
                 tail_skip=self.tail_skip,
+                pinned_bytes=pinned_bytes,
                 streaming=rules,
                 trace=trace,
             )
@@ -115,6 +125,17 @@ WAYS = {
     "one expert": Way(cache=1),
     "all but one": Way(cache=NUM_EXPERTS * NUM_LAYERS - 1, least=0),
     "all": Way(cache=NUM_EXPERTS * NUM_LAYERS),
+    "half pinned": Way(pinned=NUM_EXPERTS // 2),
+    "half pinned, inline": Way(pinned=NUM_EXPERTS // 2, stream={"has_thread": False}),
+    "half pinned, long ring": Way(pinned=NUM_EXPERTS // 2, cache=79, least=0, ring=16),
+    "half pinned, likely and keep": Way(
+        pinned=10, cache=60, least=10, ring=16, keep=9, is_likely=True
+    ),
+    "none pinned": Way(pinned=0),
+    "none pinned, small chunks": Way(pinned=0, chunk=24),
+    "none pinned, no cache": Way(pinned=0, cache=0),
+    "none pinned, small ring": Way(pinned=0, cache=0, ring=8),
+    "none pinned, all cached": Way(pinned=0, cache=NUM_EXPERTS * NUM_LAYERS),
 }
 
 
@@ -175,6 +196,20 @@ def streamer_of(engine: Engine) -> PromptStreamer:
 
 def store_of(engine: Engine) -> ExpertStore:
     return streamer_of(engine).setting.store
+
+
+class WatchedCancellation(Cancellation):
+    """Tells when a read has come to what it can be stopped in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = threading.Event()
+
+    @contextmanager
+    def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
+        with super().stopping(stop):
+            self.is_awaited.set()
+            yield
 
 
 @contextmanager
