@@ -76,6 +76,8 @@ class EngineOptions:
         expert_cache: experts that are held in slots of device memory, where not all are; None: as
             many as fit. A number makes a cache also where all would fit, and on the host.
         least_slots: of those that no prompt may borrow.
+        fetch_slots: of device memory for experts that a step misses: copied there whole, before
+            its products read them; 0: those read over the link; None: some, on a GPU.
         pinned_bytes: most bytes of experts that are copied into page-locked host memory where not
             all are on the device; the others are read from the file whenever they are needed, and
             stay in the system's page cache as far as it has room. None: all are copied.
@@ -104,6 +106,7 @@ class EngineOptions:
     homes: Homes = DEFAULT_HOMES
     expert_cache: int | None = None
     least_slots: int = LEAST_SLOTS
+    fetch_slots: int | None = None
     pinned_bytes: int | None = None
     expert_profile: Path | None = None
     profile_save: Path | None = None
@@ -223,7 +226,7 @@ class Engine:
             port = RowPort(device, stream, workspace)
             resources.callback(port.close)
             resources.callback(stream.close)
-            forward = Forward(model.spec, loaded.weights, workspace, stream)
+            forward = Forward(model.spec, loaded.weights, workspace, stream, loaded.fetcher)
             if is_cold_host:
                 compile_ahead(forward, device, options.model, compiling)
             watch = _watch(options, device)
@@ -738,6 +741,7 @@ def wishes_of(options: EngineOptions, context_tokens: int) -> Wishes:
         kept_slots=options.streaming.kept_slots,
         pinned_bytes=options.pinned_bytes,
         ring=options.streaming.ring,
+        fetch_slots=options.fetch_slots,
     )
     return Wishes(context_tokens, options.prefill, homes, cache, options.num_sequences)
 

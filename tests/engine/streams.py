@@ -55,6 +55,7 @@ class Way:
         adapt: when experts change places.
         tail_skip: rank from which on steps leave out misses.
         pinned: experts of each layer in page-locked memory; None: all.
+        fetch: slots that steps fetch experts into; None: some on a GPU, none on the host.
     """
 
     cache: int = 45
@@ -69,6 +70,7 @@ class Way:
     adapt: AdaptRules = STATIC
     tail_skip: int = 0
     pinned: int | None = None
+    fetch: int | None = None
 
     def open(self, path: Path, device: str, trace: Trace = NO_TRACE) -> Engine:
         rules = StreamRules(
@@ -94,6 +96,7 @@ class Way:
                 adapt=self.adapt,
                 tail_skip=self.tail_skip,
                 pinned_bytes=pinned_bytes,
+                fetch_slots=self.fetch,
                 streaming=rules,
                 trace=trace,
             )
@@ -125,6 +128,7 @@ WAYS = {
     "one expert": Way(cache=1),
     "all but one": Way(cache=NUM_EXPERTS * NUM_LAYERS - 1, least=0),
     "all": Way(cache=NUM_EXPERTS * NUM_LAYERS),
+    "fetched": Way(fetch=12),
     "half pinned": Way(pinned=NUM_EXPERTS // 2),
     "half pinned, inline": Way(pinned=NUM_EXPERTS // 2, stream={"has_thread": False}),
     "half pinned, long ring": Way(pinned=NUM_EXPERTS // 2, cache=79, least=0, ring=16),

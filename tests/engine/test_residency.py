@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from strata_cli.engine.decode.residency import Residency
+from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, EngineOptions, Part, Sequence
 from strata_cli.engine.experts.adapting import AdaptRules
 from strata_cli.engine.experts.profile import load_profile
@@ -74,9 +75,28 @@ WAYS = {
     "one slot above a layer's need": Way(cache=NUM_EXPERTS + 1, least=0, adapt=RESTLESS),
     "one slot": Way(cache=1, adapt=RESTLESS),
     "no slot": Way(cache=0, adapt=RESTLESS),
+    "fetched": Way(fetch=TOP_K, adapt=RESTLESS),
+    "fetched, but for one": Way(cache=0, fetch=TOP_K - 1),
+    "read over the link": Way(fetch=0, adapt=RESTLESS),
     "all but one": Way(cache=NUM_EXPERTS * NUM_LAYERS - 1, least=0, adapt=RESTLESS),
     "all": Way(cache=NUM_EXPERTS * NUM_LAYERS, adapt=RESTLESS),
 }
+
+
+def test_a_step_reads_what_it_misses_from_slots(path: Path, device_name: str) -> None:
+    way = Way(cache=0, fetch=TOP_K)
+    with way.open(path, device_name) as engine, engine.sequence() as sequence:
+        sequence.step(ANSWER[0])
+        fetcher = engine._forward.fetcher
+        assert fetcher is not None
+        staged = download(engine._device, engine._stream, fetcher._staged)[0]
+        memory = download(engine._device, engine._stream, fetcher._slots).reshape(-1)
+        at = staged - fetcher._slots.address
+        (fetched,) = np.nonzero((at >= 0) & (at < memory.size))
+        assert fetched.size == TOP_K
+        for expert in fetched:
+            blob = store_of(engine).blobs.layers[-1].numpy()[expert]
+            assert (memory[at[expert] : at[expert] + blob.size] == blob).all()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -17,6 +17,7 @@ from strata_cli.engine.device.timing import NO_SPANS, Spans
 from strata_cli.engine.experts.resident import ExpertMatrices
 from strata_cli.engine.forward.branch import BranchRoom
 from strata_cli.engine.forward.feeding import ExpertFeed, ExpertGroup, ResidentFeed, Split
+from strata_cli.engine.forward.fetching import Fetcher
 from strata_cli.engine.forward.state import AttentionState, GdnState, SequenceState
 from strata_cli.engine.forward.weights import (
     AttentionWeights,
@@ -110,12 +111,18 @@ class LayerInput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One model on one stream. The workspace is shared by all passes: one pass at a time."""
+    """One model on one stream. The workspace is shared by all passes: one pass at a time.
+
+    Attributes:
+        fetcher: brings experts to passes of few tokens that would read them over the link; None:
+            they do that.
+    """
 
     spec: ModelSpec
     weights: ModelWeights
     workspace: Workspace
     stream: Stream
+    fetcher: Fetcher | None = None
 
     def run(self, batch: Batch, spans: Spans = NO_SPANS, feed: ExpertFeed | None = None) -> None:
         """Enqueue all layers; the residual streams of every row end up in workspace x.
@@ -400,6 +407,8 @@ class Forward:
             moe.route(stream, router, ids, places)
             start = self._share_out(experts, split, ids, row_of, pair_of)
         feed.publish(index, start)
+        if is_few and rank_of is None and self.fetcher is not None:
+            experts = self.fetcher.fetch(index, start)
         if not is_few:
             matmul_several(stream, read.values, products[1:], read.rounded)
         shared_out = take("shared_out", num)

@@ -16,6 +16,7 @@ from strata_cli.engine.device.filling import fill
 from strata_cli.engine.experts.placing import Stores
 from strata_cli.engine.experts.resident import blob_experts
 from strata_cli.engine.experts.store import ExpertStore, StoreOptions
+from strata_cli.engine.forward.fetching import Fetcher
 from strata_cli.engine.forward.outline import Needs
 from strata_cli.engine.forward.placing import place_weights
 from strata_cli.engine.forward.planning import Plan
@@ -35,13 +36,17 @@ class Loaded(NamedTuple):
     Attributes:
         weights: all that a pass reads.
         store: of the experts, where they are cached; must stay open as long. Else None.
+        fetcher: of those that steps miss; None: steps read them where they are.
     """
 
     weights: ModelWeights
     store: ExpertStore | None
+    fetcher: Fetcher | None
 
     def close(self) -> None:
         """Gives the memory back. Safe to call twice."""
+        if self.fetcher is not None:
+            self.fetcher.close()
         if self.store is not None:
             self.store.close()
         self.weights.close()
@@ -78,10 +83,13 @@ def load_weights(
     bar = _Bar(_bytes_to_read(model, device, plan), progress)
     with ExitStack() as undo:
         store = _open_experts(model, device, stream, plan, ranking, bar)
-        experts = None
+        experts, fetcher = None, None
         if store is not None:
             undo.callback(store.close)
             experts = blob_experts(store.layouts, store.cache.device_addresses)
+            fetcher = _open_fetcher(device, stream, plan, store)
+            if fetcher is not None:
+                undo.callback(fetcher.close)
         stores = _open_stores(device, plan.outline.needs, undo)
         weights = place_weights(model, stores, plan.placement, plan.sizes.context_tokens, experts)
         undo.callback(weights.close)
@@ -90,7 +98,7 @@ def load_weights(
                 fill(device, place, bar.add)
         bar.finish()
         undo.pop_all()
-        return Loaded(weights, store)
+        return Loaded(weights, store, fetcher)
 
 
 class _Bar:
@@ -140,6 +148,14 @@ def _open_experts(
         least_slots=plan.cache.least_slots,
     )
     return ExpertStore.open(model, device, stream, options, ranking=ranking, progress=bar.reach)
+
+
+def _open_fetcher(device: Device, stream: Stream, plan: Plan, store: ExpertStore) -> Fetcher | None:
+    if plan.cache is None or not plan.cache.fetch_slots:
+        return None
+    cache = store.cache
+    addresses, slots = cache.device_addresses, plan.cache.fetch_slots
+    return Fetcher(device, stream, store.layouts, addresses, cache.slot_range, slots)
 
 
 def _announce(num_sources: int, device: Device, notice: Notice | None) -> None:

@@ -20,6 +20,7 @@ from strata_cli.engine.forward.feeding import (
     ResidentFeed,
     Split,
 )
+from strata_cli.engine.forward.fetching import Fetcher
 from strata_cli.engine.forward.layers import Batch, Forward, Segment
 from strata_cli.engine.forward.placing import Placement, place_weights
 from strata_cli.engine.forward.state import new_state
@@ -96,6 +97,7 @@ class Outline:
         self.sizes = sizes
         self._paper = PaperDevice(device, stream)
         arenas = [Arena(self._paper.uncounted(home)) for home in (Home.DEVICE, Home.PINNED)]
+        self._layouts = blob_layouts(model) if placement.experts is ExpertHome.CACHED else ()
         self._cached = _cached_experts(model, self._paper, placement)
         self._weights = place_weights(
             model, Stores(*arenas), placement, sizes.context_tokens, self._cached
@@ -113,7 +115,7 @@ class Outline:
         sizes, stream = self.sizes, self._paper.stream("outline")
         workspace = Workspace(self._spec, self._paper, sizes.chunk_tokens, sizes.logit_rows)
         state = new_state(self._spec, self._paper, stream, sizes.context_tokens)
-        forward = Forward(self._spec, self._weights, workspace, stream)
+        forward = Forward(self._spec, self._weights, workspace, stream, self._fetcher(stream))
         for num_tokens in _pass_sizes(sizes):
             forward.run(Batch(num_tokens, (Segment(state, 0, num_tokens),)))
             forward.head(0, min(num_tokens, sizes.logit_rows))
@@ -131,6 +133,13 @@ class Outline:
         state.ids.extend([0] * (sizes.context_tokens - num_tokens))
         forward.run(Batch(num_tokens, (Segment(state, 0, num_tokens),)))
         yield from self._paper.kernels
+
+    def _fetcher(self, stream: Stream) -> Fetcher | None:
+        if self._cached is None:
+            return None
+        addresses = self._cached[0].gate.blobs
+        layers = empty(self._paper, (len(self._cached), addresses.size), np.int64)
+        return Fetcher(self._paper, stream, self._layouts, layers, SlotRange(0, 0), 1)
 
 
 class _PaperFeed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.device.sizes import gib
 from strata_cli.engine.experts.placing import ExpertHome
 from strata_cli.engine.forward.caching import CachePlan, CacheWishes, cache_shape, plan_cache
+from strata_cli.engine.forward.fetching import fetch_slots
 from strata_cli.engine.forward.outline import Outline, Sizes
 from strata_cli.engine.forward.placing import Placement
 from strata_cli.engine.model.expected import NGRAM_TABLE
@@ -156,7 +157,11 @@ def _plan_cache(model: ModelFile, device: Device, outline: Outline, wishes: Wish
     room_bytes = device.memory().free_bytes - needs.device - needs.state
     if not device.has_own_memory:
         room_bytes = shape.num_pairs * shape.slot_bytes // 2  # a cache is but a copy there
-    return plan_cache(shape, wishes.cache, room_bytes, outline.sizes.chunk_tokens)
+    cache = wishes.cache
+    if cache.fetch_slots is None:
+        num_fetched = fetch_slots(model.spec.num_experts_per_tok) if device.has_own_memory else 0
+        cache = replace(cache, fetch_slots=num_fetched)
+    return plan_cache(shape, cache, room_bytes, outline.sizes.chunk_tokens)
 
 
 def _fits(plan: Plan, device: Device, *, is_chunk_chosen: bool) -> bool:

@@ -6,9 +6,9 @@
 #include "overlap.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
-constexpr int LINE = 128;                    // bytes that the link carries together
-constexpr int TOGETHER = 8;                  // loads of a thread that are under way
-constexpr int SPAN = TOGETHER * 32 * 16;     // bytes that a warp copies at once
+constexpr int LINE = 128;                 // bytes that the link carries together
+constexpr int TOGETHER = 8;               // loads of a thread that are under way
+constexpr int SPAN = TOGETHER * 32 * 16;  // bytes that a warp copies at once
 constexpr int MOST_SLOTS = 64;
 
 struct Blobs {
@@ -65,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     list_blobs(blobs, addresses, expert_start, first_cached, end_cached, slots, staged, experts,
                num_slots, stride);
     const int lane = threadIdx.x & 31, warps = gridDim.x * WARPS;
-    const int spans = static_cast<int>((bytes + LINE + SPAN - 1) / SPAN);  // of a blob, from its first line on
+    const int spans =
+        static_cast<int>((bytes + LINE + SPAN - 1) / SPAN);  // of a blob, from its first line on
     for (int work = blockIdx.x * WARPS + threadIdx.x / 32; work < blobs.count * spans;
          work += warps) {
         const int slot = work / spans;
@@ -74,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const long long from = max(begin, source / 16 * 16);
         const long long to = min(begin + SPAN, (source + bytes + 15) / 16 * 16);
         const uint4 *in = reinterpret_cast<const uint4 *>(begin);
-        uint4 *out = reinterpret_cast<uint4 *>(place_of(slots, stride, slot, source) +
-                                               (begin - source));
+        uint4 *out =
+            reinterpret_cast<uint4 *>(place_of(slots, stride, slot, source) + (begin - source));
         uint4 parts[TOGETHER];
 #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
