@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Mapping
@@ -78,19 +79,28 @@ def check_logits_file(flag: str, path: str, inputs: Mapping[str, str]) -> Logits
         ) from error
 
 
-def check_distinct(one: LogitsFile | None, other: LogitsFile | None) -> None:
-    """Refuse one file for both kinds of logits.
+def check_distinct(outputs: Mapping[str, str]) -> None:
+    """Refuse one regular file for two things that a run writes.
+
+    Args:
+        outputs: paths by the flags or variables that name them.
 
     Raises:
-        ConfigError: they are the same.
+        ConfigError: two are the same.
     """
-    if one is None or other is None:
-        return
-    if os.path.realpath(one.path) == os.path.realpath(other.path):
-        raise ConfigError(
-            f"--logits-out and --all-logits-out are the same file, {path_text(one.path)}",
-            hint="give each its own",
-        )
+    for (one, path), (other, other_path) in itertools.combinations(outputs.items(), 2):
+        if _is_same_file(path, other_path):
+            raise ConfigError(
+                f"{one} and {other} are the same file, {path_text(path)}", hint="give each its own"
+            )
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    try:
+        status = os.stat(path)
+        return stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.stat(other))
+    except OSError:  # new files
+        return os.path.realpath(path) == os.path.realpath(other)
 
 
 def _status(path: str) -> os.stat_result | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from strata_cli.commands.logits_file import check_logits_file
+from strata_cli.commands.logits_file import check_distinct, check_logits_file
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import PromptSource
 from strata_cli.config import StrataConfig
@@ -39,6 +39,8 @@ ENGINE_SETTINGS = (
     "adapt_decay",
 )
 STDIN_FILE = "/dev/stdin"
+NO_FILES: Mapping[str, str] = {}
+PROFILE_SAVE = "--expert-profile-save"
 PROFILE_INPUT = "expert profile"  # which a run may go on from and save again
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
@@ -71,6 +73,7 @@ def open_engine(
     *,
     will_chat: bool,
     inputs: Mapping[str, str],
+    outputs: Mapping[str, str] = NO_FILES,
     sinks: tuple[Sink, ...] = (),
 ) -> Iterator[Engine]:
     """The model that the settings name, loaded; closed with its trace when the block ends.
@@ -81,12 +84,13 @@ def open_engine(
         config: the settings.
         will_chat: the prompt goes through the chat template.
         inputs: see input_files().
+        outputs: files that the command writes itself, by the flags that name them.
         sinks: get every event of the trace, besides where the settings send it.
 
     Raises:
         StrataError: see Engine.open; or the trace or the residual dump cannot be written.
     """
-    _check_outputs(config, {**model_files(config), **inputs})
+    _check_outputs(config, {**model_files(config), **inputs}, outputs)
     with (
         open_trace(config.trace, *sinks) as trace,
         _open(config, trace, will_chat=will_chat) as engine,
@@ -114,15 +118,24 @@ def _open(config: StrataConfig, trace: Trace, *, will_chat: bool) -> Engine:
         return Engine.open(options, loading, notice=_notice, compiling=compiling)
 
 
-def _check_outputs(config: StrataConfig, inputs: Mapping[str, str]) -> None:
-    """Refuse to write over what the run reads, or where nothing can be written."""
+def _check_outputs(
+    config: StrataConfig, inputs: Mapping[str, str], outputs: Mapping[str, str]
+) -> None:
+    """Refuse to write over what the run reads, to one file twice, or where nothing can be."""
+    own: dict[str, str] = {}
     if config.trace not in ("", STDERR):
-        check_logits_file("STRATA_TRACE", config.trace, inputs)
+        own["STRATA_TRACE"] = config.trace
     if config.prefill_dump_r is not None:
-        check_logits_file("STRATA_PREFILL_DUMP_R", os.fspath(config.prefill_dump_r), inputs)
+        own["STRATA_PREFILL_DUMP_R"] = os.fspath(config.prefill_dump_r)
     if config.expert_profile_save is not None:
-        others = {what: path for what, path in inputs.items() if what != PROFILE_INPUT}
-        check_logits_file("--expert-profile-save", os.fspath(config.expert_profile_save), others)
+        own[PROFILE_SAVE] = os.fspath(config.expert_profile_save)
+    for flag, path in own.items():
+        is_read_before = flag == PROFILE_SAVE
+        others = {
+            what: p for what, p in inputs.items() if not is_read_before or what != PROFILE_INPUT
+        }
+        check_logits_file(flag, path, others)
+    check_distinct({**own, **outputs})
 
 
 def _notice(text: str) -> None:

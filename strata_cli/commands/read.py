@@ -11,7 +11,7 @@ from typing import Any
 import click
 import orjson
 
-from strata_cli.commands.logits_file import LogitsFile, check_distinct, check_logits_file
+from strata_cli.commands.logits_file import LogitsFile, check_logits_file
 from strata_cli.commands.opening import (
     ENGINE_SETTINGS,
     SAMPLING_SETTINGS,
@@ -126,7 +126,8 @@ def read(
     inputs |= suffix_input(suffixes)
     last_file = _logits_file("--logits-out", logits_out, inputs)
     all_file = _logits_file("--all-logits-out", all_logits_out, inputs)
-    check_distinct(last_file, all_file)
+    files = {"--logits-out": last_file, "--all-logits-out": all_file}
+    outputs = {flag: file.path for flag, file in files.items() if file is not None}
     text_or_ids = source.read()
     suffix_file = None if suffixes is None else read_suffix_file(suffixes)
     ids_allowed = (
@@ -135,7 +136,7 @@ def read(
     started = time.perf_counter()
     will_chat = not raw and isinstance(text_or_ids, str)
     with (
-        open_engine(config, will_chat=will_chat, inputs=inputs) as engine,
+        open_engine(config, will_chat=will_chat, inputs=inputs, outputs=outputs) as engine,
         engine.sequence() as sequence,
     ):
         load_ms = (time.perf_counter() - started) * 1e3

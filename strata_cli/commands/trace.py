@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,12 @@ IDENTITY_TOKENS = 64  # generated, where nothing else is asked for
 @click.option(
     "--repeat",
     callback=written(whole_number(1)),
-    default="1",
     metavar="N",
     help="Timed reads of each arm, after one that warms up; their median counts.  [1]",
 )
 @click.option(
     "--reuse",
     callback=written(whole_number(0)),
-    default="0",
     metavar="N",
     help="Read the first N tokens of the prompt before, untimed and not shown.  [0]",
 )
@@ -104,8 +103,8 @@ def trace(
     warm_up: bool,
     ab: trace_arms.Switch | None,
     identity: bool,
-    repeat: int,
-    reuse: int,
+    repeat: int | None,
+    reuse: int | None,
     max_tokens: int | None,
     is_json: bool,
     **flags: Any,
@@ -137,6 +136,17 @@ def trace(
     )
     source.check()
     _check_modes(source, trace_file, ab, identity=identity, perfetto=perfetto)
+    arms_alone = {"--repeat": repeat, "--max-tokens": max_tokens}
+    runs_alone = {"--reuse": reuse, "--warm-up": warm_up or None}
+    if trace_file is not None:
+        _refuse(arms_alone | runs_alone, "has no effect on a trace that --from shows")
+    if ab is None:
+        _refuse(arms_alone, "has no effect without --ab")
+    else:
+        _refuse({"--layers": every_layer or None}, "has no effect with --ab")
+        _refuse({"--warm-up": warm_up or None}, "has no effect with --ab, where each arm warms up")
+    if identity:
+        _refuse({"--repeat": repeat}, "has no effect with --identity")
     require_stdout()
     inputs = input_files(config, source, config_file_of(flags))
     if perfetto is not None:
@@ -157,14 +167,20 @@ def trace(
     if ab is None:
         events: list[Event] = []
         sinks = (events.append,)
-        with open_engine(config, will_chat=will_chat, inputs=inputs, sinks=sinks) as engine:
+        outputs = {} if perfetto is None else {"--perfetto": perfetto}
+        opened = open_engine(
+            config, will_chat=will_chat, inputs=inputs, outputs=outputs, sinks=sinks
+        )
+        with opened as engine:
             request = request_of(engine, config)
-            _read(engine, request, config.progress, events, warms_up=warm_up, reuse=reuse)
+            _read(engine, request, config.progress, events, warms_up=warm_up, reuse=reuse or 0)
         events.sort(key=lambda event: int(event["t_ns"]))
         _show(events, perfetto, every_layer=every_layer, is_json=is_json)
         return 0
-    arms = Arms(flags, ab, request_of, will_chat, reuse, inputs)
-    return _identity(arms, is_json=is_json) if identity else _time(arms, repeat, is_json=is_json)
+    arms = Arms(flags, ab, request_of, will_chat, reuse or 0, inputs)
+    if identity:
+        return _identity(arms, is_json=is_json)
+    return _time(arms, repeat or 1, is_json=is_json)
 
 
 def _check_modes(
@@ -188,6 +204,12 @@ def _check_modes(
         raise ConfigError(
             "--perfetto and --ab cannot be used together", hint="trace each setting by itself"
         )
+
+
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    for flag, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{flag} {why}", hint="leave it out")
 
 
 def _read(

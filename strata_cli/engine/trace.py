@@ -10,6 +10,7 @@ meaning: readers skip what they do not know.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 import time
@@ -20,6 +21,8 @@ from typing import Any, BinaryIO, TypeAlias
 import orjson
 
 from strata_cli.errors import InputError, StrataError, path_text
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 STDERR = "1"  # the target, as the setting spells it
@@ -174,21 +177,38 @@ def open_trace(target: str, *more: Sink) -> Iterator[Trace]:
 def read_trace(path: Path) -> list[Event]:
     """The events of a file that open_trace wrote, in the order of their times.
 
+    A last line that was cut off, as a run leaves it that is killed, is left out with a warning.
+
     Raises:
         InputError: it cannot be read, or is no trace of a version known here.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        *lines, rest = path.read_bytes().split(b"\n")
     except OSError as error:
         raise InputError(
             f"cannot read {path_text(path)}: {error.strerror}", hint="check the path"
         ) from error
+    if lines and _is_cut(rest):
+        logger.warning("the last line of %s was cut off: left out", path_text(path))
+    else:
+        lines.append(rest)
     events = [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not events:
         raise InputError(
             f"{path_text(path)} has no events", hint="STRATA_TRACE=FILE strata read ... writes one"
         )
     return sorted(events, key=lambda event: event["t_ns"])
+
+
+def _is_cut(line: bytes) -> bool:
+    """Whether a line without an end is only the beginning of an event."""
+    if not line.startswith(b"{"):
+        return False
+    try:
+        orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return True
+    return False
 
 
 def _parse(path: Path, number: int, line: bytes) -> Event:

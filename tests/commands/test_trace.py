@@ -138,6 +138,33 @@ def test_perfetto_does_not_overwrite_the_config_file(
     assert path.read_text() == "threads = 1\n"
 
 
+@pytest.mark.parametrize("names", [("TRACE", "PREFILL_DUMP_R"), ("TRACE",), ("PREFILL_DUMP_R",)])
+def test_two_outputs_in_one_file_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    names: tuple[str, ...],
+) -> None:
+    path = tmp_path / "out"
+    for name in names:
+        monkeypatch.setenv(f"STRATA_{name}", str(path))
+    args = [] if len(names) == 2 else ["--perfetto", str(path)]
+    assert run(strata, ["trace", *PROMPT, *args]) == 2
+    assert f"are the same file, {path}" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_a_trace_that_a_killed_run_left_is_shown(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = trace_file.read_bytes()
+    trace_file.write_bytes(whole[:-9])
+    assert run(strata, ["trace", "--from", str(trace_file)]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("m on host: 16 tokens in 2 chunks, ")
+    assert f"the last line of {trace_file} was cut off: left out" in output.err
+
+
 def test_perfetto_gets_a_file(
     trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +187,13 @@ def test_perfetto_gets_a_file(
         (["hello", "--ab", "prefill"], "--ab prefill needs two values"),
         (["hello", "--ab", "prefill=x,2", "--device", "host"], "--prefill must be auto or"),
         (["hello", "--repeat", "0"], "--repeat must be a whole number from 1"),
+        (["hello", "--repeat", "2"], "--repeat has no effect without --ab"),
+        (["hello", "--max-tokens", "2"], "--max-tokens has no effect without --ab"),
+        (["--from", "x", "--reuse", "2"], "--reuse has no effect on a trace that --from shows"),
+        (["--from", "x", "--warm-up"], "--warm-up has no effect on a trace that --from shows"),
+        (["hello", "--ab", "progress", "--layers"], "--layers has no effect with --ab"),
+        (["hello", "--ab", "progress", "--warm-up"], "--warm-up has no effect with --ab"),
+        (["hello", "--ab", "progress", "--identity", "--repeat=2"], "--repeat has no effect with"),
         (["hello", "--raw", "--chat"], "--raw and --chat cannot be used together"),
     ],
 )
