@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from strata_cli.engine.device.base import Device, Stream, Tensor
 from strata_cli.engine.device.transfer import download, upload
-from strata_cli.engine.engine import Engine
+from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.kernels import moe
 
 
@@ -22,16 +22,29 @@ class Break:
         what: in words.
         deterministic: of the protocol's reads: False leaves on what plain reads may do.
         around: what is broken while an engine is open.
+        change: of an engine's options, for a model of some top_k.
+        manner: of reading, in which it shows.
     """
 
     what: str
     deterministic: bool | None
     around: Callable[[Engine], AbstractContextManager[None]]
+    change: Callable[[EngineOptions, int], EngineOptions]
+    manner: str
 
 
 @contextmanager
 def _nothing(_engine: Engine) -> Iterator[None]:
     yield
+
+
+def _same(options: EngineOptions, _top_k: int) -> EngineOptions:
+    return options
+
+
+def skip_tail(options: EngineOptions, top_k: int) -> EngineOptions:
+    """Steps leave out misses of the last ranks: from 7 of 10 on, to scale."""
+    return replace(options, tail_skip=max(7 * top_k // 10, 1))
 
 
 @contextmanager
@@ -85,6 +98,10 @@ def _sum_in_parts(
 
 
 BREAKS = {
-    "split": Break("sums that depend on how many rows a pass has", None, _split),
-    "plain": Break("whatever plain reads may do is left on", False, _nothing),
+    "split": Break(
+        "sums that depend on how many rows a pass has", None, _split, _same, "in batches"
+    ),
+    "tail-skip": Break(
+        "the tail skip is left on", False, _nothing, skip_tail, "last token stepped"
+    ),
 }

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine import reading
 from strata_cli.engine.decode.sampling import Sampler
-from strata_cli.engine.engine import Engine
+from strata_cli.engine.engine import Engine, Part
 from strata_cli.engine.reading import ReadRequest, next_token_logprobs
 from strata_cli.engine.session import Session
 from tools.synth.prompts import zipf_prompt
@@ -242,6 +242,32 @@ def last_token_stepped(protocol: Protocol) -> Answers:
     return Answers(logits)
 
 
+def side_by_side(protocol: Protocol) -> Answers:
+    """Each beside a chat that is not canonical: prompts together, then steps together.
+
+    A pass with a canonical row is canonical as a whole.
+    """
+    engine = protocol.engine
+    logits: list[Logits] = []
+    piece = max(engine.chunk_tokens // 2, 1)
+    with engine.sequence() as sequence, engine.sequence() as chat:
+        for asked in protocol.asked:
+            sequence.reset()
+            chat.reset()
+            other = zipf_prompt(protocol.vocab_size, len(asked.ids), 4000 + len(logits))
+            row: Logits | None = None
+            with asked.request(deterministic=protocol.deterministic).manner(engine):
+                for start in range(0, len(asked.ids) - 1, piece):
+                    stop = min(start + piece, len(asked.ids) - 1)
+                    parts = [Part(sequence, asked.ids[start:stop]), Part(chat, other[start:stop])]
+                    engine.read_together(parts)
+                parts = [Part(chat, other[-1:]), Part(sequence, asked.ids[-1:])]
+                _, row = engine.read_together(parts)
+            assert row is not None
+            logits.append(row)
+    return Answers(logits)
+
+
 def between_turns(protocol: Protocol) -> Answers:
     """Beside a conversation that grows, turn by turn, through the same session."""
     sizes, asked = protocol.sizes, protocol.asked
@@ -264,6 +290,7 @@ MANNERS: dict[str, Manner] = {
     "no reuse": without_reuse,
     "in batches": in_batches,
     "last token stepped": last_token_stepped,
+    "beside chats": side_by_side,
     "29 turns between": between_turns,
 }
 

@@ -1,7 +1,7 @@
 """Whether canonical reads keep every bit, whatever runs before, between and beside them.
 
     PYTHONPATH=. python benchmarks/canonical_reads.py [MODEL.gguf] [--device NAME]
-        [--only NAME,...] [--first FILE.npy] [--broken split|plain] [--json FILE]
+        [--only NAME,...] [--first FILE.npy] [--broken NAME] [--json FILE]
 
 65 reads (benchmarks/canonical_protocol.py), four times: plain reads of 3,051 and 1,032 tokens and
 four chats between them, a new engine before the fourth. Then in other manners, then by engines with
@@ -26,11 +26,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.canonical_breaks import BREAKS, Break
+from benchmarks.canonical_breaks import BREAKS, Break, skip_tail
 from benchmarks.canonical_protocol import (
     MANNERS,
     SMALL_SIZES,
@@ -62,27 +62,35 @@ NUM_RUNS = 4
 CLI_READS = 3
 CLI = "strata read"
 
-Change = Callable[[EngineOptions, int], EngineOptions]
+
+class Facts(NamedTuple):
+    """Of a model: (layer, expert) pairs, and experts of a token."""
+
+    pairs: int
+    top_k: int
+
+    def slots(self, share: tuple[int, int]) -> int:
+        return max(self.pairs * share[0] // share[1], 1)
 
 
-def _slots(share: tuple[int, int], pairs: int) -> int:
-    return max(pairs * share[0] // share[1], 1)
+Change = Callable[[EngineOptions, Facts], EngineOptions]
 
 
 SETTINGS: dict[str, Change] = {
-    "chunks of 512": lambda options, _pairs: replace(options, prefill=512),
-    "chunks of 2048": lambda options, _pairs: replace(options, prefill=2048),
-    "routed stream off": lambda options, _pairs: replace(
+    "chunks of 512": lambda options, _facts: replace(options, prefill=512),
+    "chunks of 2048": lambda options, _facts: replace(options, prefill=2048),
+    "routed stream off": lambda options, _facts: replace(
         options, streaming=replace(PLAIN, stream=replace(PLAIN.stream, skips_unrouted=False))
     ),
-    "likely order": lambda options, _pairs: replace(
+    "likely order": lambda options, _facts: replace(
         options, streaming=replace(PLAIN, is_likely=True)
     ),
-    "fewer slots": lambda options, pairs: replace(
-        options, expert_cache=_slots(FEWER_SLOTS_OF, pairs)
+    "fewer slots": lambda options, facts: replace(
+        options, expert_cache=facts.slots(FEWER_SLOTS_OF)
     ),
-    "experts stay put": lambda options, _pairs: replace(options, adapt=STATIC),
-    "all resident": lambda options, _pairs: replace(
+    "experts stay put": lambda options, _facts: replace(options, adapt=STATIC),
+    "tail skip": lambda options, facts: skip_tail(options, facts.top_k),
+    "all resident": lambda options, _facts: replace(
         options, expert_cache=None, homes=Homes(ExpertHome.DEVICE)
     ),
 }
@@ -95,7 +103,7 @@ class Bench:
 
     Attributes:
         options: of the engine; its experts are cached.
-        pairs: (layer, expert) pairs of the model.
+        facts: of the model.
         sizes: of the protocol.
         broken: how the arithmetic is broken, or None.
         first_file: where the first run is kept, or None.
@@ -104,7 +112,7 @@ class Bench:
     """
 
     options: EngineOptions
-    pairs: int
+    facts: Facts
     sizes: Sizes = SPEC_SIZES
     broken: Break | None = None
     first_file: Path | None = None
@@ -116,6 +124,8 @@ class Bench:
     @contextmanager
     def protocol(self, options: EngineOptions) -> Iterator[Protocol]:
         """A fresh engine, and a session of it."""
+        if self.broken is not None:
+            options = self.broken.change(options, self.facts.top_k)
         with ExitStack() as stack:
             engine = stack.enter_context(Engine.open(options))
             session = stack.enter_context(Session(engine, RULES))
@@ -146,7 +156,7 @@ class Bench:
 
     def runs(self) -> None:
         """Four runs with churn between them, and a restart before the last."""
-        manner = MANNERS["ABC"]
+        manner = MANNERS["ABC" if self.broken is None else self.broken.manner]
         with self.protocol(self.options) as protocol:
             for number in range(1, NUM_RUNS):
                 if number > 1:
@@ -165,7 +175,7 @@ class Bench:
     def setting(self, name: str) -> None:
         """An engine with other settings, its first reads behind churn."""
         try:
-            with self.protocol(SETTINGS[name](self.options, self.pairs)) as protocol:
+            with self.protocol(SETTINGS[name](self.options, self.facts)) as protocol:
                 protocol.churn(20)
                 self.run(name, partial(MANNERS["ABC"], protocol))
         except OutOfMemory as error:
@@ -225,7 +235,7 @@ def report(bench: Bench) -> dict[str, Any]:
         "model": str(bench.options.model),
         "device": bench.options.device,
         "expert_cache": bench.options.expert_cache,
-        "pairs": bench.pairs,
+        "pairs": bench.facts.pairs,
         "broken": None if bench.broken is None else bench.broken.what,
         "reads": len(bench.asked),
         "runs": [asdict(found) for found in bench.found],
@@ -235,18 +245,19 @@ def report(bench: Bench) -> dict[str, Any]:
 
 def bench_of(arguments: argparse.Namespace) -> Bench:
     with load_model_file(arguments.model) as model:
-        pairs = model.spec.num_layers * model.spec.num_experts
+        spec = model.spec
+        facts = Facts(spec.num_layers * spec.num_experts, spec.num_experts_per_tok)
     sizes = SMALL_SIZES if arguments.small else SPEC_SIZES
     options = EngineOptions(
         model=arguments.model,
         device=arguments.device,
         vram_bytes=arguments.vram_mib << 20,
         max_context=max(sizes.context_tokens + 1, 64),
-        expert_cache=arguments.slots or _slots(SLOTS_OF, pairs),
+        expert_cache=arguments.slots or facts.slots(SLOTS_OF),
         expert_profile=arguments.profile,
     )
     broken = BREAKS[arguments.broken] if arguments.broken else None
-    return Bench(options, pairs, sizes, broken, arguments.first)
+    return Bench(options, facts, sizes, broken, arguments.first)
 
 
 def main() -> None:

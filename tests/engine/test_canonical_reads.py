@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from benchmarks.canonical_protocol import (
     asked_of,
     compare,
     in_order,
+    last_token_stepped,
 )
-from benchmarks.canonical_reads import SETTINGS, Bench
+from benchmarks.canonical_reads import SETTINGS, SLOTS_OF, Bench, Facts
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.prefill.prompt_stream import StreamRules
 from strata_cli.engine.prompt_cache import CacheRules
@@ -28,7 +30,7 @@ from tools.synth.writer import write_model
 
 RULES = CacheRules(prompt_cache_every=64, prompt_cache_root=8, least_parked_tokens=4)
 SPEC = PRESETS["tiny"]
-PAIRS = SPEC.num_layers * SPEC.num_experts
+FACTS = Facts(SPEC.num_layers * SPEC.num_experts, SPEC.num_experts_per_tok)
 SHORT = StreamRules(short_tokens=4)
 
 
@@ -47,7 +49,7 @@ def options(path: Path, device_name: str) -> EngineOptions:
         threads=2,
         max_context=400,
         prefill=48,
-        expert_cache=PAIRS * 4360 // 24_576,
+        expert_cache=FACTS.slots(SLOTS_OF),
         streaming=SHORT,
     )
 
@@ -91,16 +93,18 @@ def test_no_manner_of_reading_moves_a_bit(engine: Engine, first: Answers, manner
     assert found.reads == 65
 
 
-@pytest.mark.parametrize("setting", ["chunks of 512", "routed stream off", "all resident"])
+@pytest.mark.parametrize(
+    "setting", ["chunks of 512", "routed stream off", "tail skip", "all resident"]
+)
 def test_no_setting_moves_a_bit(options: EngineOptions, first: Answers, setting: str) -> None:
-    bench = Bench(options, PAIRS, SMALL_SIZES, first=first)
+    bench = Bench(options, FACTS, SMALL_SIZES, first=first)
     bench.setting(setting)
     (found,) = bench.found
     assert found.differing == 0, found.line()
 
 
 def test_every_setting_is_another(options: EngineOptions) -> None:
-    changed = [change(options, PAIRS) for change in SETTINGS.values()]
+    changed = [change(options, FACTS) for change in SETTINGS.values()]
     assert len({str(one) for one in [options, *changed]}) == 1 + len(SETTINGS)
 
 
@@ -111,3 +115,12 @@ def test_sums_that_depend_on_the_pass_are_found(engine: Engine, first: Answers) 
     assert found.differing > 30, found.line()
     assert sum(found.kinds.values()) == found.differing
     assert "differ" in found.line()
+
+
+def test_a_tail_skip_that_is_left_on_is_found(options: EngineOptions) -> None:
+    bench = Bench(options, FACTS, SMALL_SIZES, BREAKS["tail-skip"])
+    with bench.protocol(options) as protocol:
+        for run in ("first", "second"):
+            bench.run(run, partial(last_token_stepped, protocol))
+            protocol.churn(1)
+    assert bench.found[1].differing > 0
