@@ -1,0 +1,90 @@
+"""Reads a request's body: JSON of limited size, within limited time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+
+from strata_cli.parsers import show_bytes
+from strata_cli.server.failures import (
+    INVALID,
+    NO_RETRY,
+    TIMEOUT,
+    TOO_LARGE,
+    Failure,
+    RequestFailed,
+    bad_request,
+)
+from strata_cli.server.limits import Limits
+
+
+async def read_json(request: Request, limits: Limits) -> object:
+    """The JSON value of a body.
+
+    Raises:
+        RequestFailed: 413 too large, 408 too slow, 415 not declared as JSON, 400 not JSON.
+        ClientDisconnect: the client went away.
+    """
+    _check_type(request.headers.get("content-type"))
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            data = await _read(request, limits.max_body_bytes)
+    except TimeoutError:
+        raise RequestFailed(
+            Failure(
+                status=408,
+                kind=TIMEOUT,
+                message=f"the body did not arrive within {limits.body_timeout_s:g} s",
+                headers={**NO_RETRY, "connection": "close"},
+            )
+        ) from None
+    return _decode(data)
+
+
+def _check_type(content_type: str | None) -> None:
+    """Pages can send other types anywhere unasked; for JSON their browser asks the server first."""
+    kind = (content_type or "application/json").partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    raise RequestFailed(
+        Failure(
+            status=415,
+            kind=INVALID,
+            message="the body must be JSON; send it with content-type: application/json",
+        )
+    )
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > max_bytes:
+            raise _too_large(max_bytes)
+    return bytes(data)
+
+
+def _decode(data: bytes) -> object:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply", code="invalid_json") from None
+
+
+def _too_large(max_bytes: int) -> RequestFailed:
+    return RequestFailed(
+        Failure(
+            status=413,
+            kind=TOO_LARGE,
+            message=f"the body is larger than the {show_bytes(max_bytes)} that are read; "
+            "try: a smaller request, or raise max_body_bytes",
+            headers={"connection": "close"},
+        )
+    )

@@ -1,0 +1,188 @@
+"""POST /v1/chat/completions: a conversation, as the model's chat template writes it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from strata_cli.server.answers import Answer, Part
+from strata_cli.server.asking import Wanted, ask
+from strata_cli.server.chat_prompts import ChatSetup, chat_setup, read_chat
+from strata_cli.server.failures import bad_request
+from strata_cli.server.logprobs import ChatLogprobs, Entry, Spelling
+from strata_cli.server.replies import Chat, ChatAnswer, ChatChoice, ChatChunk, Delta, DeltaChoice
+from strata_cli.server.running import Head, Run, Tail, Whole, new_head, wants_usage
+from strata_cli.server.schemas import ChatRequest
+from strata_cli.server.service import (
+    Service,
+    ignored_headers,
+    json_response,
+    request_id,
+    service_of,
+)
+from strata_cli.server.streaming import EventStream, event, until_gone
+
+REST_OF_CONTEXT = -1
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    service = service_of(request)
+    parsed = await service.parse(request, ChatRequest)
+    chat = _ChatRun(service, request, parsed.request)
+    headers = ignored_headers(parsed)
+    if parsed.request.stream:
+        return EventStream(chat.stream(), service.limits, headers)
+    whole = await until_gone(request, chat.whole(), service.limits)
+    return json_response(whole, headers=headers)
+
+
+class _ChatRun:
+    """One request for an answer.
+
+    Raises:
+        RequestFailed: 400, fields contradict each other or are not served.
+    """
+
+    def __init__(self, service: Service, request: Request, body: ChatRequest) -> None:
+        self._max_tokens = _max_tokens(body)
+        self._top = _top(body)
+        self._has_usage = wants_usage(body)
+        self._setup: ChatSetup = chat_setup(service.texts, service.limits, body)
+        self._service = service
+        self._request = request
+        self._body = body
+        self._head: Head = new_head(service, "chatcmpl", request_id(request))
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self._spelling = Spelling(service.texts.tokenizer, as_ids=as_ids)
+
+    async def whole(self) -> Chat:
+        """The answer as one body."""
+        with self._service.queue.enter():
+            run = await self._run()
+            choices = [
+                self._choice(index, choice) for index, choice in enumerate(await run.whole())
+            ]
+            tail = run.tail()
+            return Chat(
+                id=self._head.id,
+                created=self._head.created,
+                model=self._head.model,
+                choices=choices,
+                usage=tail.usage,
+                timings=tail.timings,
+                strata=tail.strata,
+            )
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as chunks."""
+        with self._service.queue.enter():
+            run = await self._run()
+            begun: set[int] = set()
+            async for output in run.outputs():
+                index, part = output.choice, output.part
+                if index not in begun:
+                    begun.add(index)
+                    yield event(self._chunk(index, Delta(role="assistant", content="")))
+                for chunk in self._chunks(index, part, run.tail_if_over()):
+                    yield event(chunk)
+            if self._has_usage:
+                yield event(self._usage_chunk(run.tail()))
+
+    async def _run(self) -> Run:
+        service, body = self._service, self._body
+        prompt = await read_chat(service.texts, self._setup)
+        asked = ask(
+            body,
+            [prompt.ids],
+            self._max_tokens,
+            Wanted(self._top),
+            await service.grounds(self._request),
+        )
+        tokenizer = service.texts.tokenizer
+        answers = [Answer(job, asked, tokenizer, thinking=prompt.thinking) for job in asked.jobs]
+        return Run(service, asked, answers)
+
+    def _choice(self, index: int, choice: Whole) -> ChatChoice:
+        answer = ChatAnswer(content=choice.text, reasoning_content=choice.reasoning or UNSET)
+        return ChatChoice(
+            index=index,
+            message=answer,
+            logprobs=self._logprobs(choice.entries),
+            finish_reason=choice.finish,
+        )
+
+    def _chunks(self, index: int, part: Part, tail: Tail | None) -> Iterator[ChatChunk]:
+        if part.text or part.entries or part.reasoning:
+            delta = Delta(
+                content=part.text if part.text or part.entries else UNSET,
+                reasoning_content=part.reasoning or UNSET,
+            )
+            yield self._chunk(index, delta, part.entries)
+        if part.finish is not None:
+            yield self._chunk(index, Delta(), finish=part.finish, tail=tail)
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Delta,
+        entries: Sequence[Entry] = (),
+        *,
+        finish: str | None = None,
+        tail: Tail | None = None,
+    ) -> ChatChunk:
+        logprobs = self._logprobs(entries) if entries else None
+        choice = DeltaChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)
+        return ChatChunk(
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
+            choices=[choice],
+            usage=None if self._has_usage else UNSET,
+            timings=tail.timings if tail else UNSET,
+            strata=tail.strata if tail else UNSET,
+        )
+
+    def _usage_chunk(self, tail: Tail) -> ChatChunk:
+        return ChatChunk(
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
+            choices=[],
+            usage=tail.usage,
+            timings=tail.timings,
+            strata=tail.strata,
+        )
+
+    def _logprobs(self, entries: Sequence[Entry]) -> ChatLogprobs | None:
+        if self._top is None:
+            return None
+        return ChatLogprobs([self._spelling.chat(entry) for entry in entries])
+
+
+def _max_tokens(body: ChatRequest) -> int:
+    given = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(given) > 1:
+        raise bad_request(
+            "max_tokens and max_completion_tokens differ; give one of them",
+            "max_completion_tokens",
+        )
+    if 0 in given:
+        raise bad_request(
+            "max_tokens is 0, which would give no answer; "
+            "try: 1 or more, or -1 for the rest of the context",
+            "max_tokens" if body.max_tokens == 0 else "max_completion_tokens",
+        )
+    return next((value for value in given if value is not None), REST_OF_CONTEXT)
+
+
+def _top(body: ChatRequest) -> int | None:
+    """How many alternatives are reported; None: no log-probabilities at all."""
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs is not None:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    return None

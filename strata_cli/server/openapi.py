@@ -1,0 +1,169 @@
+"""The document that describes the routes: made from the classes that bodies are checked with."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from strata_cli import __version__
+from strata_cli.server import replies, schemas
+from strata_cli.server.service import json_response
+
+REF = "#/components/schemas/{name}"
+JSON = "application/json"
+ERRORS = {
+    "400": "The request cannot be served as it is.",
+    "401": "The key is missing or wrong.",
+    "403": "Host or Origin is not allowed.",
+    "408": "The body or the answer took too long.",
+    "413": "The body is too large.",
+    "415": "The body is not declared as JSON.",
+    "500": "The run failed.",
+    "503": "Too many requests wait, or the engine is not there; see Retry-After.",
+}
+
+
+class ErrorBody(Struct, frozen=True):
+    """What failed."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Struct, frozen=True):
+    """Body of every answer that is an error."""
+
+    error: ErrorBody
+
+
+class Tokens(Struct, frozen=True):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+
+
+class Text(Struct, frozen=True):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
+class Loaded(Struct, frozen=True):
+    """Answer of /v1/load and /v1/unload."""
+
+    model: str
+    loaded: bool
+
+
+class _Post(NamedTuple):
+    summary: str
+    body: type[Struct]
+    answer: type[Struct]
+    chunk: type[Struct] | None = None
+    errors: tuple[str, ...] = ()
+
+
+_CHAT = _Post("Answer a conversation.", schemas.ChatRequest, replies.Chat, replies.ChatChunk)
+_COMPLETION = _Post(
+    "Complete prompts.", schemas.CompletionRequest, replies.Completion, replies.Completion
+)
+_POSTS = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/completions": _COMPLETION,
+    "/tokenize": _Post("Token ids of a text or a chat.", schemas.TokenizeRequest, Tokens),
+    "/detokenize": _Post("Text of token ids.", schemas.DetokenizeRequest, Text),
+    "/v1/load": _Post("Load the model.", schemas.LoadRequest, Loaded, errors=("404", "409")),
+    "/v1/unload": _Post(
+        "Give the model's memory back.", schemas.LoadRequest, Loaded, errors=("404", "409")
+    ),
+}
+_GETS = {
+    "/v1/models": "The served model.",
+    "/health": "Whether a request would be answered now.",
+    "/status": "What the server is doing.",
+    "/metrics": "Counters for Prometheus.",
+    "/openapi.json": "This document.",
+}
+
+
+async def openapi(_request: Request) -> Response:
+    """The document."""
+    return json_response(document())
+
+
+@cache
+def document() -> dict[str, Any]:
+    """The OpenAPI document, as JSON values."""
+    paths: dict[str, Any] = {path: {"get": _get(path, text)} for path, text in _GETS.items()}
+    paths |= {path: {"post": _post(route)} for path, route in _POSTS.items()}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "strata",
+            "version": __version__,
+            "description": (
+                "An OpenAI-compatible server. Log-probabilities are those of the whole "
+                "vocabulary, before temperature, penalties and masks."
+            ),
+        },
+        "paths": paths,
+        "components": {"schemas": _schemas(), "securitySchemes": _KEYS},
+        "security": [{}, {"bearer": []}, {"header": []}],
+    }
+
+
+_KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
+
+def _schemas() -> dict[str, Any]:
+    kinds: list[type[Struct]] = [ErrorAnswer]
+    for route in _POSTS.values():
+        kinds += [route.body, route.answer, *([route.chunk] if route.chunk else [])]
+    _, components = msgspec.json.schema_components(dict.fromkeys(kinds), ref_template=REF)
+    return components
+
+
+def _get(path: str, summary: str) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain" if path == "/metrics" else JSON: {}}
+    answers: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
+    if path == "/health":
+        answers["503"] = {"description": "It would not.", "content": {JSON: {}}}
+    return {"summary": summary, "responses": answers | _errors("401", "403")}
+
+
+def _post(route: _Post) -> dict[str, Any]:
+    content: dict[str, Any] = {JSON: {"schema": _ref(route.answer)}}
+    if route.chunk is not None:
+        content["text/event-stream"] = {}
+    return {
+        "summary": route.summary,
+        "requestBody": {"required": True, "content": {JSON: {"schema": _ref(route.body)}}},
+        "responses": {
+            "200": {"description": "The answer.", "content": content},
+            **_errors(*ERRORS, *route.errors),
+        },
+    }
+
+
+def _errors(*codes: str) -> dict[str, Any]:
+    content = {JSON: {"schema": _ref(ErrorAnswer)}}
+    return {
+        code: {"description": ERRORS.get(code, "Not now, or not here."), "content": content}
+        for code in sorted(codes)
+    }
+
+
+def _ref(kind: type[Struct]) -> dict[str, str]:
+    return {"$ref": REF.format(name=kind.__name__)}
