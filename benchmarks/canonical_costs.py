@@ -1,0 +1,192 @@
+"""What canonical reads and what they reuse cost, as ratios of neighbouring runs.
+
+    PYTHONPATH=. python benchmarks/canonical_costs.py [MODEL.gguf] [--device NAME] [--prefix N]
+        [--runs N] [--json FILE]
+
+Three ratios, each with the bound that it must keep: a canonical over a plain first read of one
+prompt; a prompt whose prefix is cached over a fresh read of it; sixteen suffixes with their prefix
+over one of them with its prefix. The two sides take turns, in changing order, so that noise falls
+on both alike; a ratio is the median of the turns' ratios (least to most). Logits are compared bit by
+bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine import reading
+from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.reading import ReadRequest
+from strata_cli.engine.session import Session
+from strata_cli.models import DEMO_MODEL_PATH
+from tools.synth.prompts import zipf_prompt
+
+TAIL, SUFFIX, NUM_SUFFIXES = 100, 64, 16
+FIRST = 1032
+
+Rows = list[NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One cost over another.
+
+    Attributes:
+        what: in words.
+        bound: that the ratio must keep.
+        ratio, least, most: over the turns.
+        over_ms, under_ms: medians of both sides.
+    """
+
+    what: str
+    bound: float
+    ratio: float
+    least: float
+    most: float
+    over_ms: float
+    under_ms: float
+
+    @property
+    def holds(self) -> bool:
+        return self.ratio <= self.bound
+
+    def line(self) -> str:
+        return (
+            f"{self.what:<58} {self.ratio:7.4f} ({self.least:.4f} to {self.most:.4f})  "
+            f"at most {self.bound:<5} {'holds' if self.holds else 'MISSED':<7}"
+            f"{self.over_ms:9.1f} / {self.under_ms:9.1f} ms"
+        )
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a ratio: what is made ready, untimed, and what is timed; gives logits."""
+
+    run: Callable[[], Rows]
+    prepare: Callable[[], object] = lambda: None
+
+    def timed(self) -> tuple[float, Rows]:
+        self.prepare()
+        began = time.perf_counter()
+        rows = self.run()
+        return time.perf_counter() - began, rows
+
+
+def ratio_of(what: str, bound: float, over: Side, under: Side, runs: int) -> Ratio:
+    over_s, under_s = [], []
+    for turn in range(runs + 1):  # the first warms up
+        sides = (over, under) if turn % 2 else (under, over)
+        timed = {id(side): side.timed() for side in sides}
+        (a, rows), (b, others) = timed[id(over)], timed[id(under)]
+        if any(x.tobytes() != y.tobytes() for x, y in zip(rows, others, strict=False)):
+            raise SystemExit(f"{what}: other bits")
+        if turn:
+            over_s.append(a)
+            under_s.append(b)
+    ratios = [a / b for a, b in zip(over_s, under_s, strict=True)]
+    return Ratio(
+        what,
+        bound,
+        statistics.median(ratios),
+        min(ratios),
+        max(ratios),
+        1e3 * statistics.median(over_s),
+        1e3 * statistics.median(under_s),
+    )
+
+
+def canonical_over_plain(engine: Engine, session: Session, runs: int) -> Ratio:
+    ids = zipf_prompt(engine.spec.vocab_size, FIRST, 1)
+
+    def side(*, deterministic: bool) -> Side:
+        request = ReadRequest(ids=ids, top=5, deterministic=deterministic, reuse=False)
+        return Side(lambda: [reading.read_in(session, request).logits])
+
+    what = f"canonical over plain first read of {FIRST} tokens"
+    return ratio_of(what, 1.02, side(deterministic=True), side(deterministic=False), runs)
+
+
+def cached_over_fresh(engine: Engine, session: Session, prefix: int, runs: int) -> Ratio:
+    ids = zipf_prompt(engine.spec.vocab_size, prefix + TAIL, 2)
+    request = ReadRequest(ids=ids, top=5)
+    cached = Side(
+        lambda: [reading.read_in(session, request).logits],
+        lambda: session.read_prefix(ids[:prefix], reuse=False),
+    )
+
+    def fresh() -> Rows:
+        with engine.sequence() as sequence:
+            return [reading.read(engine, sequence, request).logits]
+
+    what = f"{TAIL} tokens behind {prefix} cached ones over a fresh read"
+    return ratio_of(what, 0.05, cached, Side(fresh), runs)
+
+
+def suffixes_over_one(engine: Engine, session: Session, prefix: int, runs: int) -> Ratio:
+    ids = zipf_prompt(engine.spec.vocab_size, prefix, 3)
+    suffixes = [zipf_prompt(engine.spec.vocab_size, SUFFIX, 4 + i) for i in range(NUM_SUFFIXES)]
+
+    def score(count: int) -> Side:
+        def run() -> Rows:
+            with engine.canonical():
+                return session.score_suffixes(ids, suffixes[:count], reuse=False)
+
+        return Side(run)
+
+    what = f"{NUM_SUFFIXES} suffixes of {SUFFIX} with a prefix of {prefix} over one"
+    return ratio_of(what, 1.5, score(NUM_SUFFIXES), score(1), runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", type=Path, nargs="?", default=DEMO_MODEL_PATH)
+    parser.add_argument("--device", default="host")
+    parser.add_argument("--vram-mib", type=int, default=0)
+    parser.add_argument("--slots", type=int, help="of the expert cache")
+    parser.add_argument("--profile", type=Path, help="of the experts")
+    parser.add_argument("--prefix", type=int, default=8192)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    options = EngineOptions(
+        model=arguments.model,
+        device=arguments.device,
+        vram_bytes=arguments.vram_mib << 20,
+        max_context=arguments.prefix + NUM_SUFFIXES * SUFFIX + TAIL + 1,
+        expert_cache=arguments.slots,
+        expert_profile=arguments.profile,
+    )
+    ratios = []
+    with Engine.open(options) as engine, Session(engine) as session:
+        for ratio in (
+            canonical_over_plain(engine, session, 3 * arguments.runs),
+            cached_over_fresh(engine, session, arguments.prefix, arguments.runs),
+            suffixes_over_one(engine, session, arguments.prefix, arguments.runs),
+        ):
+            print(ratio.line(), flush=True)
+            ratios.append(ratio)
+        about = {
+            "commit": subprocess.run(
+                ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
+            ).stdout.strip(),
+            "model": engine.model_name,
+            "device": engine.device_name,
+            "chunk_tokens": engine.chunk_tokens,
+        }
+    if arguments.json:
+        rows = [asdict(ratio) | {"holds": ratio.holds} for ratio in ratios]
+        arguments.json.write_text(json.dumps({**about, "ratios": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
