@@ -57,7 +57,7 @@ async def call(
         path: without a query.
         body: whole or in pieces.
         headers: in lower case.
-        leaves: asked after each message whether the client goes away; once before any comes.
+        leaves: asked again and again whether the client goes away.
         hangs: the body's end never arrives.
     """
     answer = Answer()
@@ -68,8 +68,10 @@ async def call(
         if pieces:
             piece = pieces.pop(0)
             return {"type": "http.request", "body": piece, "more_body": bool(pieces) or hangs}
-        if leaves is not None and leaves(answer):
-            gone.set()
+        while leaves is not None and not gone.is_set():
+            if leaves(answer):
+                gone.set()
+            await asyncio.sleep(0)
         await gone.wait()
         return {"type": "http.disconnect"}
 
@@ -80,8 +82,6 @@ async def call(
                 answer.headers[name.decode()] = value.decode()
         else:
             answer.body += message["body"]
-        if leaves is not None and leaves(answer):
-            gone.set()
 
     scope = {
         "type": "http",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ TEMPLATE = """\
 CONTEXT = 64
 
 
+@functools.cache
 def tokenizer() -> Tokenizer:
     ends = {"eos_token_id": 264}
     return Tokenizer.from_metadata(small_metadata(dict(ends)))
@@ -149,14 +151,19 @@ class FakeEngine:
 
 def likeliest(count: int) -> tuple[Ranked, ...]:
     """Some tokens, best first: a, b, c, ... of the alphabet."""
-    return tuple(Ranked(ord("a") - 33 + place, -1.0 - place) for place in range(count))
+    return tuple(Ranked(ord("a") + place, -1.0 - place) for place in range(count))
+
+
+@functools.cache
+def template() -> ChatTemplate:
+    """One process that renders for all tests."""
+    return ChatTemplate(TEMPLATE)
 
 
 def new_service(engine: FakeEngine, **more: Any) -> Service:
     """A service whose engine is the fake."""
-    template = ChatTemplate(TEMPLATE)
     fields: dict[str, Any] = {
-        "texts": ModelTexts("small", tokenizer(), template),
+        "texts": ModelTexts("small", tokenizer(), template()),
         "queue": RequestQueue(2, 4),
         "rules": AccessRules(listen="127.0.0.1"),
     }
