@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
 CUDA := $(VENV)/.cuda-installed
+BINARY := $(VENV)/.binary-installed
+BINARY_EXTRAS ?= serve
 CUDA_SOURCES = $(shell find strata_cli tests -name '*.cu' -o -name '*.cuh')
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -29,7 +31,7 @@ endef
 export DEMO_SYSTEM DEMO_PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu gpu-bundle check fmt fmt-check lint types imports bench docs docs-check clean
+.PHONY: help setup demo test test-gpu gpu-bundle check fmt fmt-check lint types imports bench binary docs docs-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +76,13 @@ imports: $(DEV) ## check that imports point down the rooms
 bench: $(CORE) ## measure how fast the embedded model starts, reads and generates
 	PYTHONPATH=. $(BIN)/python benchmarks/embedded.py
 
+binary: $(BINARY) ## build dist/strata.pyz, one file for this Python; BINARY_EXTRAS=serve,cuda for GPUs
+	mkdir -p dist
+	$(BIN)/shiv --console-script strata --output-file dist/strata.pyz --compressed --reproducible \
+		--python '/usr/bin/env python3' --preamble tools/binary/preamble.py \
+		--quiet --disable-pip-version-check '.[$(BINARY_EXTRAS)]'
+	@ls -l dist/strata.pyz
+
 docs: $(DEV) ## write the settings table and the command line reference
 	$(BIN)/python -m tools.generate_docs
 
@@ -99,4 +108,9 @@ $(DEV): $(CORE)
 $(CUDA): $(DEV)
 	@echo "installing the CUDA bindings and the kernel compiler into $(VENV), once"
 	@$(BIN)/python -m pip install --quiet --editable '.[dev,cuda]'
+	@touch $@
+
+$(BINARY): $(CORE)
+	@echo "installing what packs one file into $(VENV), once"
+	@$(BIN)/python -m pip install --quiet 'shiv>=1.0.8'
 	@touch $@

@@ -1,0 +1,1 @@
+"""How strata.pyz, the whole program in one file, is put together."""
