@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from strata_cli.commands.launch_report import (
     plan_as_json,
     plan_as_text,
 )
+from strata_cli.commands.opening import ENGINE_SETTINGS
 from strata_cli.commands.options import (
     config_file_of,
     config_options,
@@ -25,7 +26,7 @@ from strata_cli.commands.options import (
     written,
 )
 from strata_cli.commands.streams import require_stdout
-from strata_cli.config import StrataConfig, field_names
+from strata_cli.config import StrataConfig, field_names, parser_of
 from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.errors import ConfigError, StrataError, path_text
 from strata_cli.launch.checking import Check, check_machine, check_plan, exit_code
@@ -42,18 +43,14 @@ from strata_cli.parsers import choice, embedded_or_path
 
 DEFAULT_FILE = Path("strata.toml")
 SETTINGS = (
-    "device",
-    "threads",
-    "vram_bytes",
-    "vram_reserve_mib",
-    "max_context",
-    "prefill",
-    "expert_cache",
-    "expert_profile",
+    *(name for name in ENGINE_SETTINGS if name != "model"),
     "host",
     "port",
+    "allow_no_key",
     "parallel",
 )
+
+SECRETS = frozenset(spec.name for spec in fields(StrataConfig) if parser_of(spec).is_secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +149,8 @@ def _asked(
     of_file = own_keys(file)
     config = load_config({**flags, "config": file if file.exists() else None})
     origin_of = {name: f"in {path_text(file)}" for name in of_file} | given_settings(flags)
-    given = {name: getattr(config, name) for name in origin_of if name != "model"}
+    _check_secrets(origin_of, of_file, is_service=systemd is not None)
+    given = {name: getattr(config, name) for name in origin_of if name not in {"model", *SECRETS}}
     wishes = LaunchWishes(given=given, origin_of=origin_of, service=systemd or "")
     return Asked(
         config=config,
@@ -160,6 +158,18 @@ def _asked(
         model=model if is_model_given else config.model,
         file=file,
     )
+
+
+def _check_secrets(
+    origin_of: Mapping[str, str], of_file: frozenset[str], *, is_service: bool
+) -> None:
+    """No secret is written into a file by this program, so a service cannot come by it."""
+    for name in SECRETS & (origin_of.keys() - of_file):
+        if is_service:
+            raise ConfigError(
+                f"{origin_of[name]} does not reach a service, and is written into no file",
+                hint=f"write {name} = ... into the settings file yourself, and chmod 600 that file",
+            )
 
 
 def _probe(asked: Asked) -> Machine:

@@ -1,4 +1,4 @@
-"""Chooses how long a context is: as wished for, or the longest usual one that fits."""
+"""Fits a model to its device: with the context that is wished for, or the longest usual one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ class Fitted(NamedTuple):
 
 
 def fit_model(
-    model: ModelFacts, gpu: GpuFacts | None, given: Mapping[str, Any], reserve_mib: int
+    model: ModelFacts,
+    gpu: GpuFacts | None,
+    given: Mapping[str, Any],
+    reserve_mib: int,
+    pinned_bytes: int | None = None,
 ) -> Fitted:
     """The model on its device.
 
@@ -33,6 +37,7 @@ def fit_model(
         gpu: where; None: the host.
         given: settings chosen by hand, by field name.
         reserve_mib: of a GPU, for others.
+        pinned_bytes: most of experts in page-locked memory; None: all.
 
     Raises:
         OutOfMemory: it does not fit; says who uses the GPU where it would fit without them.
@@ -42,6 +47,8 @@ def fit_model(
         context_tokens=given.get("max_context", 0),
         chunk_tokens=given.get("prefill", 0),
         expert_cache=given.get("expert_cache"),
+        pinned_bytes=pinned_bytes,
+        num_sequences=given.get("parallel", 1),
         threads=given.get("threads", 0),
     )
     if gpu is None:

@@ -24,12 +24,16 @@ class FitWishes(NamedTuple):
         context_tokens: most tokens of a sequence.
         chunk_tokens: of a prompt.
         expert_cache: experts in device memory where not all are.
+        pinned_bytes: most of experts in page-locked memory; None: all.
+        num_sequences: that are there at once.
         threads: of the host.
     """
 
     context_tokens: int = 0
     chunk_tokens: int = 0
     expert_cache: int | None = None
+    pinned_bytes: int | None = None
+    num_sequences: int = 1
     threads: int = 0
 
 
@@ -38,7 +42,8 @@ class Fit:
     """A model's place on a device, in bytes.
 
     Attributes:
-        context_tokens, chunk_tokens: that memory is for.
+        context_tokens, chunk_tokens, num_sequences: that memory is for.
+        is_streamed: not all experts stay on the device.
         dense_bytes: weights on the device beside the routed experts.
         experts_bytes: of all routed experts.
         resident_bytes: of the device, for experts: all of them, or the slots of a cache.
@@ -46,11 +51,13 @@ class Fit:
         mapped_bytes: of page-locked host memory, for weights beside the experts.
         pinned_bytes: of page-locked host memory, for experts.
         workspace_bytes: of the device, for a pass.
-        state_bytes: of the device, for one sequence.
+        state_bytes: of the device, for all sequences.
     """
 
     context_tokens: int
     chunk_tokens: int
+    num_sequences: int
+    is_streamed: bool
     dense_bytes: int
     experts_bytes: int
     resident_bytes: int
@@ -65,10 +72,9 @@ class Fit:
         """Of page-locked host memory in all."""
         return self.mapped_bytes + self.pinned_bytes
 
-    @property
-    def is_streamed(self) -> bool:
-        """Whether some experts are not on the device."""
-        return self.pinned_bytes > 0
+    def share_of(self, nbytes: int, num_experts: int) -> int:
+        """How many of a number of experts so many bytes of experts are."""
+        return nbytes * num_experts // max(self.experts_bytes, 1)
 
 
 class ModelFacts(Protocol):
@@ -134,6 +140,8 @@ class FileFacts:
             max_context=wishes.context_tokens,
             prefill=wishes.chunk_tokens,
             expert_cache=wishes.expert_cache,
+            pinned_bytes=wishes.pinned_bytes,
+            num_sequences=wishes.num_sequences,
         )
         plan = fit_on_paper(self._model, options, gpu)
         return Fit(**_bytes_of_experts(self._model, plan), **_bytes_of_others(plan))
@@ -144,9 +152,11 @@ def _bytes_of_others(plan: Plan) -> dict[str, Any]:
     return {
         "context_tokens": plan.sizes.context_tokens,
         "chunk_tokens": plan.sizes.chunk_tokens,
+        "num_sequences": plan.sizes.num_sequences,
+        "is_streamed": plan.cache is not None,
         "mapped_bytes": needs.mapped,
         "workspace_bytes": needs.workspace,
-        "state_bytes": needs.state,
+        "state_bytes": needs.state * plan.sizes.num_sequences,
     }
 
 
@@ -166,5 +176,5 @@ def _bytes_of_experts(model: ModelFile, plan: Plan) -> dict[str, Any]:
         "experts_bytes": shape.arena_bytes,
         "resident_bytes": plan.cache.nbytes,
         "num_resident": plan.cache.num_slots,
-        "pinned_bytes": shape.arena_bytes,
+        "pinned_bytes": plan.cache.pinned_bytes,
     }

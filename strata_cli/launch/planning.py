@@ -13,6 +13,7 @@ from strata_cli.launch.contexts import fit_model
 from strata_cli.launch.devices import choose_device
 from strata_cli.launch.fits import Fit, ModelFacts
 from strata_cli.launch.machine import Machine
+from strata_cli.launch.pinning import GIB, Pinning, choose_pinning, given_pinning
 from strata_cli.launch.refusals import check_locking, check_memory, check_port, check_software
 from strata_cli.launch.tiers import Tier, tiers_of
 
@@ -95,7 +96,7 @@ def plan_launch(
         check_port(machine)
     gpu, device_reason = choose_device(machine, str(given.get("device", "auto")))
     reserve = _reserve(gpu, given)
-    fit, context_reason = fit_model(model, gpu, given, reserve)
+    fit, context_reason, pinning = _fit(machine, model, gpu, given, reserve)
     check_memory(machine, model, fit, is_gpu=gpu is not None)
     check_locking(machine, fit, gpu, wishes.service)
     chosen = [
@@ -103,6 +104,7 @@ def plan_launch(
         Choice("device", "host" if gpu is None else f"cuda:{gpu.ordinal}", device_reason),
         Choice("max_context", fit.context_tokens, context_reason),
         *_memory_choices(gpu, fit, reserve),
+        *_pinning_choices(pinning),
         *SERVER_CHOICES,
     ]
     choices = [_as_given(choice, wishes) for choice in chosen if choice.name in names]
@@ -115,6 +117,38 @@ def plan_launch(
         fit,
         _load_s(machine, model, gpu),
     )
+
+
+class _Fitted(NamedTuple):
+    fit: Fit
+    reason: str
+    pinning: Pinning
+
+
+def _fit(
+    machine: Machine,
+    model: ModelFacts,
+    gpu: GpuFacts | None,
+    given: Mapping[str, Any],
+    reserve: int,
+) -> _Fitted:
+    """The model on its device, with as many experts in page-locked memory as there is room for."""
+    by_hand = given_pinning(given)
+    if by_hand is not None:
+        return _Fitted(*fit_model(model, gpu, given, reserve, by_hand.nbytes), by_hand)
+    whole = fit_model(model, gpu, given, reserve)
+    pinning = choose_pinning(machine, whole.fit)
+    if gpu is None or pinning.nbytes is None:
+        return _Fitted(*whole, Pinning(None))
+    return _Fitted(*fit_model(model, gpu, given, reserve, pinning.nbytes), pinning)
+
+
+def _pinning_choices(pinning: Pinning) -> list[Choice]:
+    if not pinning.reason or pinning.nbytes is None:
+        return []
+    if pinning.nbytes == 0:
+        return [Choice("mmap_experts", True, pinning.reason)]
+    return [Choice("arena_pin_gib", pinning.nbytes / GIB, pinning.reason)]
 
 
 def _reserve(gpu: GpuFacts | None, given: Mapping[str, Any]) -> int:

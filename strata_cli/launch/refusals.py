@@ -52,11 +52,11 @@ def check_memory(machine: Machine, model: ModelFacts, fit: Fit, *, is_gpu: bool)
     if group is not None and group.total_bytes == total_bytes:
         where += ", the limit of the control group"
     if is_gpu and fit.locked_bytes > free_bytes:
-        what = "experts" if fit.is_streamed else "n-gram table"
+        what = "experts and the n-gram table" if fit.pinned_bytes else "n-gram table"
         raise OutOfMemory(
             f"the {what} of {model.name} need {gib(fit.locked_bytes)} of page-locked RAM: {where}",
             hint="close other programs, raise the container's limit, use a smaller quantization, "
-            "or --device host, which leaves the weights in their file",
+            "--mmap-experts, or --device host, which leaves all weights in their file",
         )
     need = fit.workspace_bytes + fit.state_bytes
     if not is_gpu and need > free_bytes:

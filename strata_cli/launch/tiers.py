@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from strata_cli.engine.device.gpu_survey import GpuFacts
@@ -58,17 +59,35 @@ def tiers_of(
                 fit.resident_bytes,
                 fit.num_resident,
             ),
-            Part(f"a context of {fit.context_tokens} tokens", fit.state_bytes),
+            Part(_contexts(fit), fit.state_bytes),
             Part(f"prompt chunks of {fit.chunk_tokens} tokens", fit.workspace_bytes),
         ),
     )
-    locked = []
-    if fit.is_streamed:
-        locked.append(Part("all experts, page-locked", fit.pinned_bytes, model.num_experts))
+    ram = Tier("RAM", machine.memory.free_bytes, tuple(_locked(model, fit)))
+    return (vram, ram, Tier("disk", 0, tuple(_on_disk(model, fit))))
+
+
+def _locked(model: ModelFacts, fit: Fit) -> Iterator[Part]:
+    if fit.pinned_bytes:
+        count = fit.share_of(fit.pinned_bytes, model.num_experts)
+        which = "all experts" if count == model.num_experts else "experts"
+        yield Part(f"{which}, page-locked", fit.pinned_bytes, count)
     if fit.mapped_bytes:
-        locked.append(Part("n-gram table, page-locked", fit.mapped_bytes))
-    ram = Tier("RAM", machine.memory.free_bytes, tuple(locked))
-    return (vram, ram, Tier("disk", 0, (Part("the file, read at the start", 0),)))
+        yield Part("n-gram table, page-locked", fit.mapped_bytes)
+
+
+def _on_disk(model: ModelFacts, fit: Fit) -> Iterator[Part]:
+    yield Part("the file, read at the start", model.file_bytes)
+    rest_bytes = fit.experts_bytes - fit.pinned_bytes
+    if fit.is_streamed and rest_bytes:
+        count = model.num_experts - fit.share_of(fit.pinned_bytes, model.num_experts)
+        yield Part("of it experts, read whenever they are used", rest_bytes, count)
+
+
+def _contexts(fit: Fit) -> str:
+    if fit.num_sequences == 1:
+        return f"a context of {fit.context_tokens} tokens"
+    return f"{fit.num_sequences} contexts of {fit.context_tokens} tokens"
 
 
 def _ram_of_host(machine: Machine, model: ModelFacts, fit: Fit) -> Tier:
@@ -82,7 +101,7 @@ def _ram_of_host(machine: Machine, model: ModelFacts, fit: Fit) -> Tier:
         free_bytes,
         (
             Part(what, cached, num_cached),
-            Part(f"a context of {fit.context_tokens} tokens", fit.state_bytes),
+            Part(_contexts(fit), fit.state_bytes),
             Part(f"prompt chunks of {fit.chunk_tokens} tokens", fit.workspace_bytes),
         ),
     )
@@ -106,7 +125,6 @@ def _cached(model: ModelFacts, fit: Fit, room_bytes: int) -> tuple[int, int]:
     hot_bytes = model.file_bytes - model.table_bytes
     if hot_bytes <= room_bytes:
         return hot_bytes, model.num_experts
-    expert_bytes = max(fit.experts_bytes // max(model.num_experts, 1), 1)
     dense_bytes = hot_bytes - fit.experts_bytes
-    count = max(room_bytes - dense_bytes, 0) // expert_bytes
+    count = fit.share_of(max(room_bytes - dense_bytes, 0), model.num_experts)
     return min(room_bytes, hot_bytes), min(count, model.num_experts)

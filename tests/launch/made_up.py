@@ -72,24 +72,27 @@ class MadeUpModel:
     def fit(self, wishes: FitWishes, gpu: DescribedGpu | None) -> Fit:
         self.asked.append(wishes)
         context = wishes.context_tokens
-        state_bytes = context * self.state_bytes_of_token
+        state_bytes = context * self.state_bytes_of_token * wishes.num_sequences
         least = self.dense_bytes + self.workspace_bytes + state_bytes
         room = least + self.experts_bytes if gpu is None else gpu.free_bytes
         if least > room:
             raise OutOfMemory(f"{self.name} does not fit: need {least}, free {room}")
         all_fit = least + self.experts_bytes <= room
-        count = (
-            self.num_experts if all_fit else (room - least) * self.num_experts // self.experts_bytes
-        )
+        pinned_bytes = self.experts_bytes if wishes.pinned_bytes is None else wishes.pinned_bytes
+        count = self.num_experts
+        if not all_fit:
+            count = (room - least) * self.num_experts // self.experts_bytes
         return Fit(
             context_tokens=context,
             chunk_tokens=wishes.chunk_tokens or 4096,
+            num_sequences=wishes.num_sequences,
+            is_streamed=not all_fit,
             dense_bytes=self.dense_bytes,
             experts_bytes=self.experts_bytes,
             resident_bytes=self.experts_bytes * count // self.num_experts,
             num_resident=count,
             mapped_bytes=0 if gpu is None else self.table_bytes,
-            pinned_bytes=0 if all_fit else self.experts_bytes,
+            pinned_bytes=0 if all_fit else min(self.experts_bytes, pinned_bytes),
             workspace_bytes=self.workspace_bytes,
             state_bytes=state_bytes,
         )

@@ -49,6 +49,34 @@ def test_a_gpu_that_is_too_small_caches_experts_and_the_ram_holds_all() -> None:
     assert made.load_s == pytest.approx(41 * GIB / 2e9)
 
 
+@pytest.mark.parametrize(
+    ("free_gib", "name", "value"),
+    [(41, "arena_pin_gib", 29.0), (20.5, "arena_pin_gib", 8.0), (12.9, "mmap_experts", True)],
+)
+def test_where_ram_is_short_the_other_experts_stay_in_the_file(
+    free_gib: float, name: str, value: float
+) -> None:
+    memory = MemoryInfo(int(free_gib * GIB), 64 * GIB)
+    made = plan(a_machine(a_gpu(), memory=memory))
+    assert made.value(name) == value
+    _, ram, disk = made.tiers
+    assert ram.left_bytes >= 4 * GIB
+    pinned = sum(part.num_experts or 0 for part in ram.parts)
+    assert pinned + (disk.parts[1].num_experts or 0) == 15_360
+    by_hand = plan(a_machine(a_gpu(), memory=memory), arena_pin_gib=2.0)
+    assert by_hand.fit.pinned_bytes == 2 * GIB
+    assert by_hand.value("arena_pin_gib") == 2.0
+    none = plan(a_machine(a_gpu()), mmap_experts=True)
+    assert none.fit.pinned_bytes == 0
+
+
+def test_more_requests_at_once_take_more_contexts() -> None:
+    made = plan(a_machine(a_gpu()), parallel=4)
+    assert made.tiers[0].parts[2].what == "4 contexts of 32768 tokens"
+    assert made.tiers[0].parts[2].nbytes == 4 * 32_768 * 40_000
+    assert made.value("parallel") == 4
+
+
 def test_a_gpu_that_holds_all_leaves_the_ram_to_others() -> None:
     large = a_gpu(total_bytes=80 * GIB, free_bytes=79 * GIB)
     made = plan(a_machine(large), MadeUpModel(table_bytes=0))
@@ -160,16 +188,21 @@ HOLDER = Holder(812, "python3", 20 * GIB)
             "does not fit", "",
         ),
         (
-            a_machine(a_gpu(), memory=MemoryInfo(20 * GIB, 32 * GIB)), {}, OutOfMemory,
-            "experts of Made-Up 60B need 38.00 GiB of page-locked RAM: "
-            "20.00 GiB available of 32.00 GiB",
+            a_machine(a_gpu(), memory=MemoryInfo(7 * GIB, 32 * GIB)), {}, OutOfMemory,
+            "n-gram table of Made-Up 60B need 8.00 GiB of page-locked RAM: "
+            "7.00 GiB available of 32.00 GiB",
             "close other programs",
+        ),
+        (
+            a_machine(a_gpu(), memory=MemoryInfo(30 * GIB, 32 * GIB)), {"arena_pin_gib": 25.0},
+            OutOfMemory, "experts and the n-gram table of Made-Up 60B need 33.00 GiB",
+            "--mmap-experts",
         ),
         (
             a_machine(
                 a_gpu(),
-                memory=MemoryInfo(20 * GIB, 32 * GIB),
-                group_memory=MemoryInfo(20 * GIB, 32 * GIB),
+                memory=MemoryInfo(7 * GIB, 32 * GIB),
+                group_memory=MemoryInfo(7 * GIB, 32 * GIB),
             ),
             {}, OutOfMemory, "of 32.00 GiB, the limit of the control group", "container's limit",
         ),
