@@ -6,8 +6,8 @@
 Three ratios, each with the bound that it must keep: a canonical over a plain first read of one
 prompt; a prompt whose prefix is cached over a fresh read of it; sixteen suffixes with their prefix
 over one of them with its prefix. The two sides take turns, in changing order, so that noise falls
-on both alike; a ratio is the median of the turns' ratios (least to most). Logits are compared bit by
-bit.
+on both alike; a ratio is the median of the turns' ratios (least to most). The logits of both are
+compared bit by bit.
 """
 
 from __future__ import annotations

@@ -1,0 +1,280 @@
+"""Where decoded tokens find their experts, how fast they come, and what the machine would allow.
+
+    PYTHONPATH=. python benchmarks/decode_table.py MODEL.gguf [--device cuda:0] [--slots N,...]
+        [--tail-skip R,...] [--cases NAME,...] [--steps N] [--json FILE]
+
+A conversation of words that keep coming back goes on token by token behind its prompt, with experts
+that stay in their slots and with ones that follow what is used. A step can be no faster than the
+slowest of three, all at rates measured in the same run: the device's memory gives the weights, the
+experts in slots and the running state; the link carries the experts that are not; the host computes
+its share out of its own memory. The table has that roofline and the share of it that was reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.cuda_model import bytes_per_token, copy_rates, machine
+from strata_cli.engine.device import open_device
+from strata_cli.engine.engine import Engine, EngineOptions, Sequence
+from strata_cli.engine.experts.adapting import STATIC, AdaptRules
+from strata_cli.engine.experts.residency_counts import ResidencyCounts
+from tools.synth.prompts import zipf_prompt
+
+RAM_BYTES = 1 << 30
+PARTS = 4
+WARM_UPS = 4
+
+CASES = {"static": STATIC, "adaptive": AdaptRules()}
+
+
+class Rates(NamedTuple):
+    """Bytes per second: of the memory that kernels read, of the link, of the host's memory."""
+
+    memory: float
+    link: float
+    ram: float
+
+
+class Traffic(NamedTuple):
+    """Bytes that one token needs of each."""
+
+    memory: float
+    link: float
+    ram: float
+
+    def least_seconds(self, rates: Rates) -> float:
+        """Of a step that keeps all three busy at once. What crosses the link leaves RAM too."""
+        return max(
+            self.memory / rates.memory,
+            self.link / rates.link,
+            (self.link + self.ram) / rates.ram,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case. Shares are of the experts that steps routed to; rates are per second.
+
+    Attributes:
+        case, slots, tail_skip: what was run.
+        steps: decoded tokens.
+        hit, pcie, cpu, dropped: shares.
+        hit_by_part: of each part of the steps, in order.
+        swaps: experts that changed places.
+        tokens_per_s, least, most: of single steps, the median first.
+        memory_mb, link_mb, ram_mb: that a token needs.
+        roofline: tokens per second that the rates allow for that traffic.
+        share: tokens_per_s of it.
+    """
+
+    case: str
+    slots: int
+    tail_skip: int
+    steps: int
+    hit: float
+    pcie: float
+    cpu: float
+    dropped: float
+    hit_by_part: list[float]
+    swaps: int
+    tokens_per_s: float
+    least: float
+    most: float
+    memory_mb: float
+    link_mb: float
+    ram_mb: float
+    roofline: float
+    share: float
+
+    def line(self) -> str:
+        parts = " ".join(f"{hit:4.0%}" for hit in self.hit_by_part)
+        return (
+            f"{self.case:<10}{self.slots:>6}{self.tail_skip:>5}  {self.hit:6.1%} ({parts})"
+            f"{self.pcie:7.1%}{self.cpu:7.1%}{self.dropped:7.1%}{self.swaps:7}"
+            f"{self.tokens_per_s:9.1f} ({self.least:.1f} to {self.most:.1f})"
+            f"{self.memory_mb:9.1f}{self.link_mb:8.1f}{self.ram_mb:8.1f}"
+            f"{self.roofline:10.1f}{self.share:7.1%}"
+        )
+
+
+HEADER = (
+    f"{'case':<10}{'slots':>6}{'skip':>5}  {'hits':>6} ({'by quarter':^19}){'PCIe':>7}{'CPU':>7}"
+    f"{'left':>7}{'swaps':>7}{'tokens/s':>9} (least to most)"
+    f"{'memory':>9}{'link':>8}{'RAM MB':>8}{'roofline':>10}{'share':>7}"
+)
+
+
+def ram_rate(threads: int) -> float:
+    """Bytes per second that threads read out of host memory together."""
+    data = np.ones(RAM_BYTES // 8, np.uint64)
+    pieces = np.array_split(data, 4 * threads)
+    seconds = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(4):
+            began = time.perf_counter()
+            list(pool.map(np.bitwise_or.reduce, pieces))
+            seconds.append(time.perf_counter() - began)
+    return RAM_BYTES / min(seconds)
+
+
+def rates_of(name: str) -> Rates:
+    ram = ram_rate(len(os.sched_getaffinity(0)))
+    with open_device(name) as device:
+        if not device.has_own_memory:
+            return Rates(ram, ram, ram)
+        stream = device.stream("rates")
+        copies = copy_rates(device, stream)
+        stream.close()
+    memory, link = (copies[key]["median"] * 1e9 for key in ("memory_gbps", "host_to_device_gbps"))
+    return Rates(memory, link, ram)
+
+
+@contextmanager
+def adapting(engine: Engine, rules: AdaptRules) -> Iterator[None]:
+    """The engine with its cache as at first, and other rules."""
+    residency, streamer = engine._residency, engine._streamer
+    assert residency is not None
+    assert streamer is not None, "every expert is resident: lower --slots"
+    cache = streamer.setting.store.cache
+    first, before = cache.pair_in.copy(), residency._rules
+    residency._rules = rules
+    residency._use[:] = 0
+    try:
+        yield
+    finally:
+        residency._rules = before
+        cache.mend()
+        cache.fill(first[first >= 0])
+
+
+def traffic_of(engine: Engine, counts: ResidencyCounts, state_bytes: int) -> Traffic:
+    """Of one token, in the mean. Where the device has no memory of its own there is no link."""
+    weights, routed = bytes_per_token(engine), max(counts.routed, 1)
+    share = weights.experts / routed
+    memory = weights.others + 2 * state_bytes + share * counts.hits
+    link, ram = share * counts.pcie, share * counts.cpu
+    if not engine._device.has_own_memory:
+        return Traffic(memory + link + ram, 0.0, 0.0)
+    return Traffic(memory, link, ram)
+
+
+def decode(sequence: Sequence, ids: list[int]) -> tuple[list[float], list[ResidencyCounts]]:
+    """Seconds of each step, and the counts of each part of them."""
+    engine = sequence._engine
+    seconds, parts, before = [], [], engine.residency_counts
+    for index, token in enumerate(ids):
+        began = time.perf_counter()
+        sequence.step(token)
+        seconds.append(time.perf_counter() - began)
+        if (index + 1) * PARTS // len(ids) > len(parts):
+            now = engine.residency_counts
+            parts.append(now - before)
+            before = now
+    return seconds, parts
+
+
+def row_of(
+    engine: Engine, case: str, tail_skip: int, slots: int, prompt: int, steps: int, rates: Rates
+) -> Row:
+    ids = zipf_prompt(engine.spec.vocab_size, prompt + WARM_UPS + steps, seed=11)
+    with adapting(engine, CASES[case]), engine.sequence() as sequence:
+        sequence.prefill(ids[:prompt], logits="none")
+        for token in ids[prompt : prompt + WARM_UPS]:
+            sequence.step(token)
+        seconds, parts = decode(sequence, ids[prompt + WARM_UPS :])
+        state_bytes = sequence.snapshot().nbytes
+    counts = sum(parts, ResidencyCounts())
+    traffic = traffic_of(engine, counts, state_bytes)
+    roofline, per_s = 1 / traffic.least_seconds(rates), 1 / statistics.median(seconds)
+    routed = max(counts.routed, 1)
+    return Row(
+        case=case,
+        slots=slots,
+        tail_skip=tail_skip,
+        steps=steps,
+        hit=counts.hit_rate,
+        pcie=counts.pcie_share,
+        cpu=counts.cpu / routed,
+        dropped=counts.dropped / routed,
+        hit_by_part=[part.hit_rate for part in parts],
+        swaps=counts.swaps,
+        tokens_per_s=per_s,
+        least=1 / max(seconds),
+        most=1 / min(seconds),
+        memory_mb=traffic.memory / 1e6,
+        link_mb=traffic.link / 1e6,
+        ram_mb=traffic.ram / 1e6,
+        roofline=roofline,
+        share=per_s / roofline,
+    )
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--vram-mib", type=int, default=0, help="of device memory, at most")
+    parser.add_argument("--slots", default="0", help="of the expert cache; 0: as many as fit")
+    parser.add_argument("--tail-skip", default="0", help="ranks from which misses are left out")
+    parser.add_argument("--profile", type=Path, help="of the experts")
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rates = rates_of(arguments.device)
+    print(
+        f"memory {rates.memory / 1e9:.1f} GB/s, link {rates.link / 1e9:.1f} GB/s, "
+        f"RAM {rates.ram / 1e9:.1f} GB/s\n{HEADER}",
+        flush=True,
+    )
+    rows: list[Row] = []
+    for slots in numbers(arguments.slots):
+        for tail_skip in numbers(arguments.tail_skip):
+            options = EngineOptions(
+                model=arguments.model,
+                device=arguments.device,
+                vram_bytes=arguments.vram_mib << 20,
+                max_context=arguments.prompt + WARM_UPS + arguments.steps,
+                expert_cache=slots or None,
+                expert_profile=arguments.profile,
+                tail_skip=tail_skip,
+            )
+            with Engine.open(options) as engine:
+                assert engine._streamer is not None, "every expert is resident: give --slots"
+                held = engine._streamer.setting.store.cache.num_slots
+                for case in arguments.cases.split(","):
+                    row = row_of(
+                        engine, case, tail_skip, held, arguments.prompt, arguments.steps, rates
+                    )
+                    rows.append(row)
+                    print(row.line(), flush=True)
+    if arguments.json:
+        document = {
+            "machine": machine(arguments.device),
+            "model": str(arguments.model),
+            "rates": rates._asdict(),
+            "rows": [asdict(row) for row in rows],
+        }
+        arguments.json.write_text(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()
