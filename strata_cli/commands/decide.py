@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import orjson
 
+from strata_cli.commands.decide_bulk import BulkFlags, BulkRun, decide_in_bulk
 from strata_cli.commands.decision_report import (
     Wanted,
     decisions_as_json,
     decisions_as_text,
     exit_code,
 )
+from strata_cli.commands.level_flags import LevelFlags
 from strata_cli.commands.opening import ENGINE_SETTINGS, STDIN_FILE, model_files, open_engine
 from strata_cli.commands.options import config_file_of, config_options, load_config, written
 from strata_cli.commands.prompt import STDIN, input_text
@@ -24,10 +27,12 @@ from strata_cli.commands.prompt_flags import utf8_text
 from strata_cli.commands.question_flags import QuestionFlags, expected_option
 from strata_cli.commands.streams import require_stdout
 from strata_cli.config import StrataConfig
-from strata_cli.decisions.decider import Decider, DecisionRules, Level, Prior
+from strata_cli.decisions.decider import Decider, Level, Prior
 from strata_cli.decisions.questions import check_distinct
+from strata_cli.engine.model.fingerprint import model_hash
 from strata_cli.errors import ConfigError, InputError
-from strata_cli.parsers import choice, file_path, number
+from strata_cli.models import DEMO_MODEL_PATH
+from strata_cli.parsers import choice, file_path, number, whole_number
 
 FILE = written(file_path)
 
@@ -77,10 +82,17 @@ FILE = written(file_path)
 )
 @click.option(
     "--level",
-    callback=written(choice("raw", "L0")),
+    callback=written(choice("raw", "L0", "L1")),
     default="L0",
-    metavar="raw|L0",
-    help="raw: one read, options as listed. L0: every rotation, label bias removed.  [L0]",
+    metavar="raw|L0|L1",
+    help="raw: one read, options as listed. L0: every rotation, label bias removed. L1: L0 at the "
+    "temperature of --calibration.  [L0]",
+)
+@click.option(
+    "--calibration",
+    callback=FILE,
+    metavar="FILE",
+    help="What strata decide calibrate made for this model, question and prior; for L1.",
 )
 @click.option(
     "--prior",
@@ -101,6 +113,32 @@ FILE = written(file_path)
     metavar="TEXT",
     help="Exit with 4 where another option is the likeliest.",
 )
+@click.option(
+    "--jsonl",
+    callback=FILE,
+    metavar="FILE",
+    help='Many states: each line {"state": ..., "id": ...}; - is stdin.',
+)
+@click.option(
+    "--out",
+    callback=FILE,
+    metavar="FILE",
+    help="A row for each line of --jsonl, in order; what is there already is not asked again.",
+)
+@click.option(
+    "--bad-lines",
+    callback=written(choice("stop", "skip")),
+    default="stop",
+    metavar="stop|skip",
+    help="stop: a line that cannot be answered ends the run. skip: its row says why.  [stop]",
+)
+@click.option("--ray", is_flag=True, help="Answer --jsonl on a Ray cluster, in the same bytes.")
+@click.option(
+    "--workers",
+    callback=written(whole_number(1)),
+    metavar="N",
+    help="Engines of --ray; on a host also give --threads.  [one for each machine]",
+)
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
 @config_options(*ENGINE_SETTINGS, "reuse", "progress")
 def decide(
@@ -118,6 +156,12 @@ def decide(
     prior: Prior,
     threshold: float | None,
     expect: str | None,
+    calibration: Path | None,
+    jsonl: Path | None,
+    out: Path | None,
+    bad_lines: Literal["stop", "skip"],
+    ray: bool,
+    workers: int | None,
     is_json: bool,
     **flags: Any,
 ) -> int:
@@ -131,6 +175,10 @@ def decide(
         --question "Which section does this package belong to?" --option games --option mail
     strata decide --file report.txt --questions questions.json --json
     strata decide --file mail.txt -q "Is this spam?" --yes-no --threshold 0.9 --expect yes
+    strata decide --jsonl mails.jsonl --out spam.jsonl -q "Is this spam?" --yes-no
+
+    With --jsonl there is a row for each line, in order; the same command goes on where it was
+    interrupted.
     """
     config = load_config(flags)
     asked_by = QuestionFlags(
@@ -144,6 +192,27 @@ def decide(
         file=questions,
     )
     asked_by.check()
+    level_flags = LevelFlags(level=level, prior=prior, calibration=calibration)
+    level_flags.check()
+    files = {"questions' file": questions, "calibration": calibration}
+    bulk = _bulk_flags(jsonl, out, bad_lines, workers, is_on_ray=ray)
+    if bulk is not None:
+        others = {"STATE": state, "--file": file, "--expect": expect}
+        _check_bulk(bulk, others, asked_by, prior)
+        asked = asked_by.questions()
+        check_distinct(asked)
+        return decide_in_bulk(
+            BulkRun(
+                config=config,
+                flags=bulk,
+                questions=tuple(asked),
+                rules=level_flags.rules(config),
+                threshold=threshold,
+                model_hash=model_hash(config.model or DEMO_MODEL_PATH),
+                inputs=_inputs(config, files, config_file_of(flags)),
+                is_json=is_json,
+            )
+        )
     source = _state_source(state, file)
     if source == Path(STDIN) and questions == Path(STDIN):
         raise ConfigError(
@@ -157,8 +226,9 @@ def decide(
     assert text is not None
     if not text.strip():
         raise InputError("the state is empty", hint="give some text to decide about")
-    inputs = _inputs(config, source, questions, config_file_of(flags))
-    rules = DecisionRules(level=level, prior=prior, reuse=config.reuse)
+    files["state's file"] = source if isinstance(source, Path) else None
+    inputs = _inputs(config, files, config_file_of(flags))
+    rules = level_flags.rules(config)
     started = time.perf_counter()
     with (
         open_engine(config, will_chat=True, inputs=inputs) as engine,
@@ -172,6 +242,45 @@ def decide(
         else:
             click.echo(decisions_as_text(found, wanted))
     return exit_code(found, wanted)
+
+
+def _bulk_flags(
+    jsonl: Path | None,
+    out: Path | None,
+    bad_lines: Literal["stop", "skip"],
+    workers: int | None,
+    *,
+    is_on_ray: bool,
+) -> BulkFlags | None:
+    if jsonl is None and out is None:
+        if is_on_ray or workers is not None:
+            raise ConfigError("--ray needs --jsonl", hint="--jsonl STATES --out ROWS --ray")
+        return None
+    if jsonl is None or out is None:
+        given, missing = ("--out", "--jsonl") if jsonl is None else ("--jsonl", "--out")
+        raise ConfigError(f"{given} needs {missing}", hint="--jsonl STATES --out ROWS")
+    return BulkFlags(jsonl=jsonl, out=out, bad_lines=bad_lines, ray=is_on_ray, workers=workers)
+
+
+def _check_bulk(
+    bulk: BulkFlags, others: dict[str, Any], asked_by: QuestionFlags, prior: Prior
+) -> None:
+    for flag, value in others.items():
+        if value is not None:
+            raise ConfigError(
+                f"--jsonl and {flag} cannot be used together",
+                hint="look at the rows instead" if flag == "--expect" else "give states once",
+            )
+    if prior == "batch":
+        raise ConfigError(
+            "--jsonl and --prior batch cannot be used together: rows would depend on where a run "
+            "was resumed",
+            hint="use --prior content_free",
+        )
+    if str(bulk.jsonl) == STDIN == str(asked_by.file):
+        raise ConfigError(
+            "--questions and --jsonl cannot both come from stdin", hint="give one as a file"
+        )
 
 
 def _state_source(state: str | None, file: Path | None) -> str | Path:
@@ -193,14 +302,13 @@ def _without_line_end(text: str) -> str:
 
 
 def _inputs(
-    config: StrataConfig, state: str | Path, questions: Path | None, config_file: Path | None
+    config: StrataConfig, files: Mapping[str, Path | None], config_file: Path | None
 ) -> dict[str, str]:
     """Every file that the run reads, by what it is: no output may go there."""
     files = {
         "config file": config_file,
         "expert profile": config.expert_profile,
-        "state's file": state if isinstance(state, Path) else None,
-        "questions' file": questions,
+        **files,
     }
     named = {
         what: STDIN_FILE if str(path) == STDIN else os.fspath(path)

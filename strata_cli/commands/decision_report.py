@@ -22,8 +22,7 @@ class Wanted(NamedTuple):
 
 def exit_code(decisions: DecisionSet, wanted: Wanted) -> int:
     """0; 3 where a likeliest option is below the threshold; 4 where it is not the expected one."""
-    threshold = wanted.threshold or 0.0
-    if any(decision.confidence < threshold for decision in decisions.decisions):
+    if decisions.abstained(wanted.threshold or 0.0):
         return ABSTAINED
     if wanted.expected is None:
         return 0
@@ -40,12 +39,8 @@ def decisions_as_json(
         "model": engine.model_name,
         "device": engine.device_name,
         **decisions.as_dict(),
-        "abstained": _abstained(decisions, wanted),
-        "warnings": [
-            f"{item.question.id}: {warning}"
-            for item in decisions.decisions
-            for warning in item.warnings
-        ],
+        "abstained": decisions.abstained(wanted.threshold or 0.0),
+        "warnings": decisions.warnings,
         "canonical": not depends_on_traffic,
         "depends_on_traffic": depends_on_traffic,
         "prompt_tokens": tokens.prompt_tokens,
@@ -60,16 +55,11 @@ def decisions_as_json(
 
 def decisions_as_text(decisions: DecisionSet, wanted: Wanted) -> str:
     """A block of lines for each question: a bar for each option, and the answer."""
-    abstained = _abstained(decisions, wanted)
+    abstained = decisions.abstained(wanted.threshold or 0.0)
     blocks = [_block(item, item.question.id in abstained) for item in decisions.decisions]
     if decisions.rules.depends_on_traffic:
         blocks.append(TRAFFIC)
     return "\n\n".join(blocks)
-
-
-def _abstained(decisions: DecisionSet, wanted: Wanted) -> list[str]:
-    threshold = wanted.threshold or 0.0
-    return [item.question.id for item in decisions.decisions if item.confidence < threshold]
 
 
 def _block(decision: Decision, is_abstained: bool) -> str:

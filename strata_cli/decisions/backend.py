@@ -20,6 +20,9 @@ from strata_cli.engine.reading import next_token_logprobs
 from strata_cli.engine.session import Session
 from strata_cli.errors import InputError
 
+LEAST_HEAD_TOKENS = 16
+"""Fewer tokens in front of all states are not worth a pass of their own."""
+
 LOGIT_BYTES = 64 << 20
 """So much host memory, about, holds logits of paths at a time."""
 
@@ -70,16 +73,26 @@ class EngineBackend:
         """Since this was made."""
         return TokenCounts(self._prompt_tokens, self._session.read_tokens)
 
-    def expect(self, prompts: Sequence[str]) -> None:
+    def expect(self, prompts: Sequence[str], another: str) -> None:
         """Read what prompts to come have in common, in whatever order and groups they will come.
 
         Changes no value, only what has to be read.
+
+        Args:
+            prompts: one of each question about a state.
+            another: the first of them about another state: what it shares with them is read first,
+                so that states to come begin behind it.
 
         Raises:
             InputError: a prompt does not fit the context.
         """
         ids = self._encode(prompts)
-        if self._reuse and len(ids) > 1:
+        if not self._reuse:
+            return
+        head = _common_prefix([*ids, self.tokenizer.prompt_ids(another)])
+        if len(head) >= LEAST_HEAD_TOKENS:
+            self._session.read_prefix(head)
+        if len(ids) > 1:
             self._session.read_prefix(_common_prefix(ids))
 
     def next_token_logprobs(
@@ -119,7 +132,9 @@ class EngineBackend:
         """
         prompts = [[prefix + suffix for suffix in suffixes] for prefix, suffixes in groups]
         if len(prompts) > 1:
-            self.expect([prompt for group in prompts for prompt in group])
+            ids = self._encode([prompt for group in prompts for prompt in group])
+            if self._reuse:
+                self._session.read_prefix(_common_prefix(ids))
         return [
             self.next_token_logprobs(group, [labels] * len(group))
             for group, labels in zip(prompts, token_ids, strict=True)

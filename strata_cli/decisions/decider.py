@@ -6,9 +6,10 @@ what keeps an answer free of everything but state, question, model and build.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
 import anyjev
@@ -22,11 +23,13 @@ from anyjev.readout import (
 
 from strata_cli.decisions.backend import EngineBackend, TokenCounts
 from strata_cli.decisions.by_text import TextAnswer, TextReader
+from strata_cli.decisions.calibration import Calibration
+from strata_cli.decisions.measures import cooled
 from strata_cli.decisions.questions import Question, check_distinct
 from strata_cli.engine.engine import Engine
 from strata_cli.errors import InputError
 
-Level: TypeAlias = Literal["raw", "L0"]
+Level: TypeAlias = Literal["raw", "L0", "L1"]
 Prior: TypeAlias = Literal["content_free", "none", "batch"]
 
 LEAST_MASS = 0.1
@@ -48,15 +51,25 @@ class DecisionRules:
 
     Attributes:
         level: "raw" reads one prompt, options as listed; "L0" reads every rotation of the sorted
-            options and divides the labels' prior out.
+            options and divides the labels' prior out; "L1" then applies a fitted temperature.
         prior: where that prior comes from: states without content, nowhere, or the states decided
             on so far ("batch"), which makes answers depend on traffic.
         reuse: read once what prompts have in common; changes no value.
+        calibration: for L1, already checked for this model and prior.
     """
 
     level: Level = "L0"
     prior: Prior = "content_free"
     reuse: bool = True
+    calibration: Calibration | None = None
+
+    @property
+    def temperatures(self) -> dict[str, float]:
+        """By which answers are cooled, by Question.key; none but at L1."""
+        if self.level != "L1":
+            return {}
+        assert self.calibration is not None
+        return dict(sorted(self.calibration.temperatures.items()))
 
     @property
     def depends_on_traffic(self) -> bool:
@@ -143,6 +156,15 @@ class DecisionSet:
     tokens: TokenCounts
     seconds: float
 
+    @property
+    def warnings(self) -> list[str]:
+        """What makes answers worth less than they look, each after its question's id."""
+        return [f"{item.question.id}: {one}" for item in self.decisions for one in item.warnings]
+
+    def abstained(self, threshold: float) -> list[str]:
+        """Ids of the questions whose likeliest option has less."""
+        return [item.question.id for item in self.decisions if item.confidence < threshold]
+
     def as_dict(self) -> dict[str, Any]:
         """AnyJev's dictionary of a set of decisions."""
         return {
@@ -173,7 +195,7 @@ class Decider:
         )
         self._decider = anyjev.Decider(
             self._backend,
-            level=rules.level,
+            level="raw" if rules.level == "raw" else "L0",
             prior=rules.prior,
             shared_prefix=True,
             canonical_order=True,
@@ -188,8 +210,7 @@ class Decider:
             InputError: the state is empty or does not fit the context with a question, two
                 questions have one id, or the model has no single tokens for a question's labels.
         """
-        check_distinct(questions)
-        self._check_prior(questions)
+        self.check(questions)
         if not state.strip():
             raise InputError("the state is empty", hint="give some text to decide about")
         started, before = time.perf_counter(), self._backend.counts
@@ -200,6 +221,8 @@ class Decider:
         ]
         places = {question.id: place for place, question in enumerate(questions)}
         decisions.sort(key=lambda decision: places[decision.question.id])
+        if self.rules.calibration is not None and self.rules.level == "L1":
+            decisions = [_cooled(item, self.rules.calibration) for item in decisions]
         return DecisionSet(
             rules=self.rules,
             decisions=tuple(decisions),
@@ -221,19 +244,32 @@ class Decider:
         if not questions:
             return []
         specs = [self._spec(question) for question in questions]
-        self._backend.expect(self._first_prompts(state, questions, specs))
+        (another,) = self._first_prompts(_another(state), questions[:1], specs[:1])
+        self._backend.expect(self._first_prompts(state, questions, specs), another)
         found = self._decider.decide(state, specs)
         return [_decision(*pair) for pair in zip(questions, found, strict=True)]
 
     def _by_their_text(self, state: str, questions: Sequence[Question]) -> list[Decision]:
         if not questions:
             return []
-        self._backend.expect([self._by_text.prompt(state, question) for question in questions])
-        level = self.rules.level
+        prompts = [self._by_text.prompt(state, question) for question in questions]
+        self._backend.expect(prompts, self._by_text.prompt(_another(state), questions[0]))
+        level: Level = "raw" if self.rules.level == "raw" else "L0"
         return [_told(one, level, self._by_text.answer(state, one)) for one in questions]
 
-    def _check_prior(self, questions: Sequence[Question]) -> None:
+    def check(self, questions: Sequence[Question]) -> None:
+        """Refuse questions that this model cannot answer by these rules, whatever the state.
+
+        Raises:
+            InputError: two have one id, the model has no single tokens for a question's labels,
+                or there is no prior or no temperature of the wanted kind.
+        """
+        check_distinct(questions)
         for question in questions:
+            if self.rules.level == "L1" and self.rules.calibration is not None:
+                self.rules.calibration.temperature(question)
+            if not question.by_text:
+                self._labels(question)
             if question.by_text and self.rules.depends_on_traffic:
                 raise InputError(
                     f"{question.id} is answered by its options' text, for which there is no batch "
@@ -256,13 +292,16 @@ class Decider:
         """One prompt of each question, which tells what all begin with."""
         tokenizer, prompts = self._backend.tokenizer, []
         for question, spec in zip(questions, specs, strict=True):
-            try:
-                labels, _ = resolve_labels(tokenizer, spec)
-            except LabelTokenError as error:
-                raise self._no_labels(question, error) from None
+            labels = self._labels(question)
             prompt = build_prompt(state, spec, range(spec.k), labels=labels)
             prompts.append("".join(render_chat_parts(tokenizer, prompt)))
         return prompts
+
+    def _labels(self, question: Question) -> list[str]:
+        try:
+            return resolve_labels(self._backend.tokenizer, question.spec)[0]  # type: ignore[no-any-return] # untyped
+        except LabelTokenError as error:
+            raise self._no_labels(question, error) from None
 
     def _no_labels(self, question: Question, error: LabelTokenError) -> InputError:
         shown = {"choice": "letters", "noul": "Yes and No", "score": "digits or letters"}
@@ -272,6 +311,11 @@ class Decider:
             "token of the model, and another one than the others'; use another model, or score "
             "options by their own text with --by-text",
         )
+
+
+def _another(state: str) -> str:
+    """A state of which no more than the words in front of it are shared."""
+    return "N/A" if state.startswith("(empty)") else "(empty)"
 
 
 def _decision(question: Question, found: anyjev.Decision) -> Decision:
@@ -302,6 +346,26 @@ def _told(question: Question, level: Level, found: TextAnswer) -> Decision:
             "raw_probs": _in_order(question, raw),
             "option_tokens": {option: tokens[option] for option in question.options},
         },
+    )
+
+
+def _cooled(decision: Decision, calibration: Calibration) -> Decision:
+    """A decision of L0 at its temperature: the same order of options, other confidences."""
+    question, temperature = decision.question, calibration.temperature(decision.question)
+    values = np.array(list(decision.probabilities.values()))
+    probabilities = dict(
+        zip(question.options, map(float, cooled(values, temperature)), strict=True)
+    )
+    answer = decision.answer
+    if question.kind == "score":
+        centers = question.spec.bin_centers()
+        answer = math.fsum(p * c for p, c in zip(probabilities.values(), centers, strict=True))
+    return replace(
+        decision,
+        level="L1",
+        answer=answer,
+        probabilities=probabilities,
+        diagnostics={**decision.diagnostics, "temperature": temperature},
     )
 
 

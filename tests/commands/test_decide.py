@@ -152,7 +152,7 @@ def test_a_batch_prior_is_named_as_what_it_is(capsys: pytest.CaptureFixture[str]
         ([STATE, "--questions", "q.json", "--by-text"], "--questions and --by-text cannot be"),
         ([STATE, *CHOICE, "--expect", "web"], "--expect must be one of the options, got 'web'"),
         ([STATE, *CHOICE, "--threshold", "1.5"], "--threshold must be a number from 0 to 1"),
-        ([STATE, *CHOICE, "--level", "L1"], "--level must be one of raw, L0, got 'L1'"),
+        ([STATE, *CHOICE, "--level", "L2"], "--level must be one of raw, L0, L1, got 'L2'"),
         ([STATE, *CHOICE, "--questions", "q.json"], "--questions and --question cannot be used"),
         ([STATE, "--questions", "nowhere.json"], "cannot read nowhere.json"),
         ([STATE, "--file", "x", *CHOICE], "STATE and --file cannot be used together"),

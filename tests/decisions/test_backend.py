@@ -61,7 +61,7 @@ def test_prompts_of_their_own_equal_fresh_reads(engine: Engine, reuse: bool) -> 
 def test_what_is_expected_is_not_read_again(engine: Engine) -> None:
     prompts = [STATE + end for end in ENDS]
     with EngineBackend(engine) as backend:
-        backend.expect(prompts)
+        backend.expect(prompts, prompts[0])
         state_tokens = backend.counts.read_tokens
         for prompt in reversed(prompts):
             backend.next_token_logprobs([prompt], [LABELS])
