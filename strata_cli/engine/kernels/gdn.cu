@@ -321,6 +321,121 @@ __global__ void delta_rule(const float *c, const float *alpha, const float *beta
     }
 }
 
+constexpr int STEP_COLUMNS = 32;  // of the state, per block of delta_step
+constexpr int STEP_QUADS = STEP_COLUMNS / 4;
+constexpr int STEP_THREADS = SLICES * STEP_QUADS;
+constexpr int STEP_WARPS = STEP_THREADS / 32;
+
+// Sums over the slices, in the order of fold_each: the first two levels within a warp, whose lanes
+// 8 j + quad have the slices warp + 4 j; then over the warps. Every thread gets its four columns'.
+struct StepSums {
+    float4 of[STEP_WARPS][STEP_QUADS];
+
+    __device__ float4 fold(float4 v) {
+        const int quad = threadIdx.x % STEP_QUADS;
+#pragma unroll
+        for (int lanes = 16; lanes >= STEP_QUADS; lanes /= 2) {
+            v.x += __shfl_xor_sync(ALL_LANES, v.x, lanes);
+            v.y += __shfl_xor_sync(ALL_LANES, v.y, lanes);
+            v.z += __shfl_xor_sync(ALL_LANES, v.z, lanes);
+            v.w += __shfl_xor_sync(ALL_LANES, v.w, lanes);
+        }
+        if ((threadIdx.x & 31) < STEP_QUADS) of[threadIdx.x / 32][quad] = v;
+        __syncthreads();
+        const float4 a = of[0][quad], b = of[1][quad], c = of[2][quad], d = of[3][quad];
+        return make_float4((a.x + c.x) + (b.x + d.x), (a.y + c.y) + (b.y + d.y),
+                           (a.z + c.z) + (b.z + d.z), (a.w + c.w) + (b.w + d.w));
+    }
+};
+
+// Add x times the thread's part of a column, four columns side by side.
+template <int KEYS>
+__device__ inline float4 times_state(const float4 (&s)[KEYS], const float (&x)[KEYS]) {
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) {
+        sum.x = fmaf(s[i].x, x[i], sum.x);
+        sum.y = fmaf(s[i].y, x[i], sum.y);
+        sum.z = fmaf(s[i].z, x[i], sum.z);
+        sum.w = fmaf(s[i].w, x[i], sum.w);
+    }
+    return sum;
+}
+
+// delta_step: delta_rule<KEYS, ..., false> for one token, the same bits in a quarter of the code
+//   arguments as delta_rule's with T = 1 and N = 16 * KEYS; rows of c and of the state at multiples
+//   of 16 bytes
+//   grid (N / 32, nv), block 128; 16 threads share four columns of S, each with KEYS keys of them
+//   moves 8 * N*N*nv bytes, of which half are asked for before the launches ahead are done
+template <int KEYS>
+__global__ void __launch_bounds__(STEP_THREADS)
+    delta_step(const float *c, const float *alpha, const float *beta, const float *a,
+               const float *dt, float *state, float *out, float eps, long long all_keys) {
+    constexpr int DIM = KEYS * SLICES, AT_ONCE = KEYS < 4 ? KEYS : 4;
+    using Keys = float[KEYS];
+    __shared__ StepSums recalled, answered;
+    __shared__ float scales[2], decay_and_rate[2];
+    const int num_keys = static_cast<int>(all_keys), head = blockIdx.y;
+    const int quad = threadIdx.x % STEP_QUADS, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const int slice = warp + STEP_WARPS * (lane / STEP_QUADS);
+    const int column = blockIdx.x * STEP_COLUMNS + 4 * quad;
+    const auto key = [&](int i) { return (i / AT_ONCE * 16 + slice) * AT_ONCE + i % AT_ONCE; };
+    state += (head * DIM) * DIM + column;
+    let_next_start();
+    if (quad == 0)
+#pragma unroll
+        for (int i = 0; i < KEYS; i++) fetch_ahead(state + key(i) * DIM);
+    const float own_a = a[head], own_dt = dt[head];
+    wait_for_launches_ahead();
+
+    const float *q = c + head % num_keys * DIM, *k = q + num_keys * DIM;
+    const auto load_keys = [&](Keys &to, const float *row) {
+#pragma unroll
+        for (int i = 0; i < KEYS; i += AT_ONCE) {
+            if constexpr (AT_ONCE == 4) {
+                const float4 v = load4(row + key(i));
+                to[i] = v.x, to[i + 1] = v.y, to[i + 2] = v.z, to[i + 3] = v.w;
+            } else {
+                const float2 v = *reinterpret_cast<const float2 *>(row + key(i));
+                to[i] = v.x, to[i + 1] = v.y;
+            }
+        }
+    };
+    const float4 v = load4(c + (2 * num_keys + head) * DIM + column);
+    float4 s[KEYS];
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) s[i] = load4(state + key(i) * DIM);
+    Keys own_q, own_k;
+    load_keys(own_q, q);
+    load_keys(own_k, k);
+    if (warp == 0) {  // lanes 0 .. 15 for q, 16 .. 31 for k
+        const float root = sqrtf(sum_squares16(lane < 16 ? q : k, DIM) + eps);
+        const float scale = 1.0f / root, by = lane < 16 ? sqrtf(static_cast<float>(DIM)) : 1.0f;
+        if (lane % 16 == 0) scales[lane / 16] = scale / by;
+    } else if (threadIdx.x == 32) {
+        decay_and_rate[0] = decay_of(alpha[head], own_a, own_dt);
+    } else if (threadIdx.x == 64) {
+        decay_and_rate[1] = sigmoid32(beta[head]);
+    }
+    __syncthreads();
+    const float decay = decay_and_rate[0], rate = decay_and_rate[1];
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) own_q[i] = own_q[i] * scales[0], own_k[i] = own_k[i] * scales[1];
+    const float4 of_k = recalled.fold(times_state(s, own_k));
+    const float4 change = make_float4(rate * (v.x - decay * of_k.x), rate * (v.y - decay * of_k.y),
+                                      rate * (v.z - decay * of_k.z), rate * (v.w - decay * of_k.w));
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) {
+        s[i].x = fmaf(own_k[i], change.x, decay * s[i].x);
+        s[i].y = fmaf(own_k[i], change.y, decay * s[i].y);
+        s[i].z = fmaf(own_k[i], change.z, decay * s[i].z);
+        s[i].w = fmaf(own_k[i], change.w, decay * s[i].w);
+        store4(state + key(i) * DIM, s[i]);
+    }
+    const float4 of_q = answered.fold(times_state(s, own_q));
+    if (threadIdx.x < STEP_QUADS) store4(out + head * DIM + column, of_q);
+}
+
 // gated_norm: out = o / rms(o) * weight * sigmoid(z), each value head on its own
 //   o, z, out [R,N] f32 with R = T * nv, weight [N] f32
 //   grid (R / 8), 16 lanes per row; moves 12 * R*N bytes

@@ -41,6 +41,8 @@ RUN_TOKENS = 32  # convolved by one of a GPU's threads, one after the other
 SLICES = 16  # lanes of a GPU that share columns of the state
 WARP_COLUMNS = 4  # of the state
 STEPS = 16  # tokens that a GPU's block stages at a time
+STEP_COLUMNS = 32  # of the state, that a GPU's block takes one token through
+STEP_THREADS = 128
 _CHANNELS_AT_LEAST = 64  # for a thread's piece of a convolution
 
 
@@ -122,6 +124,17 @@ def delta_rule(
     expect("delta_rule a", a, (num_values,))
     expect("delta_rule dt", dt, (num_values,))
     expect("delta_rule out", out, (num_tokens, num_values * dim))
+    arguments = (c, alpha, beta, a, dt, state, out, eps)
+    if stream.shared_bytes and num_tokens == 1 and _can_step(dim, c, state, out):
+        step = Launch(
+            items=1,
+            grid=(dim // STEP_COLUMNS, num_values, 1),
+            block=(STEP_THREADS, 1, 1),
+            extents=(num_key_heads,),
+            early=True,
+        )
+        stream.launch(_delta_step_kernel(dim // SLICES), step, *arguments)
+        return
     shape = _DeltaRuleShape.of(num_tokens, dim)
     if shape.is_prepared and stream.shared_bytes:
         prepare = Launch(
@@ -141,7 +154,7 @@ def delta_rule(
         extents=(num_tokens, num_key_heads, num_values, dim),
         early=True,
     )
-    stream.launch(_delta_rule_kernel(shape), launch, c, alpha, beta, a, dt, state, out, eps)
+    stream.launch(_delta_rule_kernel(shape), launch, *arguments)
 
 
 def gated_norm(
@@ -185,6 +198,11 @@ def gated_norm(
         early=True,
     )
     stream.launch(GATED_NORM, launch, o, z, weight, eps, out, halves)
+
+
+def _can_step(dim: int, *rows: Tensor) -> bool:
+    """Whether a GPU has a function for one token of heads dim wide, with rows where these are."""
+    return dim in (32, 64, 128, 256) and all(tensor.address % 16 == 0 for tensor in rows)
 
 
 class _DeltaRuleShape(NamedTuple):
@@ -359,6 +377,12 @@ def _causal_conv_silu_kernel(num_taps: int) -> Kernel:
 @cache
 def _delta_rule_kernel(shape: _DeltaRuleShape) -> Kernel:
     function = f"delta_rule<{shape.keys}, {shape.warps}, {str(shape.is_prepared).lower()}>"
+    return Kernel(function, _delta_rule, delta_rule_reference, SOURCE, function)
+
+
+@cache
+def _delta_step_kernel(keys: int) -> Kernel:
+    function = f"delta_step<{keys}>"
     return Kernel(function, _delta_rule, delta_rule_reference, SOURCE, function)
 
 
