@@ -1,7 +1,7 @@
 """What a streamed prompt costs, way by way, and that none of them changes a bit.
 
     PYTHONPATH=. python benchmarks/streamed_prompts.py MODEL.gguf [--device cuda:0]
-        [--slots N] [--lengths 1046,1979,4096,8192] [--prefill 8192] [--json FILE]
+        [--slots N] [--lengths 1046,1979,4096,8192] [--prefill 8192] [--ring N] [--json FILE]
 
 First all experts are resident, where they fit: the logits that count, and the time that computing
 takes. Then an engine with --slots cache slots reads the same prompts in every way, in turn, so that
@@ -161,7 +161,7 @@ def reads_of(
     counts = {}
     for _ in range(runs):
         for name, rules in WAYS.items():
-            with way(engine, rules) as streamer:
+            with way(engine, replace(rules, ring=streamer_of(engine)._rules.ring)) as streamer:
                 logits, taken = read(engine, ids)
                 seconds[name].append(taken)
                 same[name] &= bound.logits is None or logits.tobytes() == bound.logits.tobytes()
@@ -198,6 +198,7 @@ def main() -> None:
     parser.add_argument("--least-slots", type=int, default=128, help="that are not lent")
     parser.add_argument("--lengths", default="1046,1979,4096,8192")
     parser.add_argument("--prefill", type=int, default=8192)
+    parser.add_argument("--ring", type=int, default=0, help="slots of the ring; 0: automatic")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--no-resident", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -210,6 +211,7 @@ def main() -> None:
         device=arguments.device,
         prefill=arguments.prefill,
         max_context=max(lengths) + 64,
+        streaming=replace(PLAIN, ring=replace(PLAIN.ring, slots=arguments.ring)),
     )
     cached = replace(resident, expert_cache=arguments.slots, least_slots=arguments.least_slots)
     with load_model_file(arguments.model) as model:
