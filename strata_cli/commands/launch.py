@@ -40,6 +40,7 @@ from strata_cli.launch.systemd import Services
 from strata_cli.launch.unit import unit_text
 from strata_cli.models import DEMO_MODEL_PATH
 from strata_cli.parsers import choice, embedded_or_path
+from strata_cli.server.access import check_bind
 
 DEFAULT_FILE = Path("strata.toml")
 SETTINGS = (
@@ -86,7 +87,7 @@ class Asked:
 @click.option(
     "--json", "is_json", is_flag=True, help="Print one JSON object; with --check or --dry-run."
 )
-@config_options(*(name for name in SETTINGS if name in field_names()))
+@config_options(*SETTINGS)
 def launch(
     model: Path | None,
     check: bool,
@@ -125,7 +126,7 @@ def launch(
     if services is not None and not dry_run:
         services.check()
     plan = _plan(asked)
-    command = serve_command(asked.file)
+    command = serve_command(asked.file, is_service=services is not None)
     if is_json:
         report = plan_as_json(plan, asked.file, command)
         click.echo(orjson.dumps(report, option=orjson.OPT_INDENT_2))
@@ -173,8 +174,7 @@ def _check_secrets(
 
 
 def _probe(asked: Asked) -> Machine:
-    port = getattr(asked.config, "port", 0)
-    host = getattr(asked.config, "host", "127.0.0.1")
+    host, port = asked.config.host, asked.config.port
     file = asked.model or DEMO_MODEL_PATH
     with_gpus = asked.wishes.given.get("device") != "host"
     try:
@@ -183,7 +183,13 @@ def _probe(asked: Asked) -> Machine:
         return probe_machine(Path(), host, port, with_gpus=with_gpus)
 
 
+def _check_bind(config: StrataConfig) -> None:
+    """Refuse what the server would refuse, before anything is measured or written."""
+    check_bind(config.host, has_key=config.api_key is not None, allow_no_key=config.allow_no_key)
+
+
 def _plan(asked: Asked) -> LaunchPlan:
+    _check_bind(asked.config)
     with ExitStack() as resources:
         model = resources.enter_context(load_model_file(asked.model or DEMO_MODEL_PATH))
         facts = FileFacts(model, asked.model)

@@ -15,19 +15,19 @@ from strata_cli.launch.unit import UnitOptions
 OUTPUTS = ("expert_profile", "expert_profile_save", "trace", "prefill_dump_r")  # settings: files
 
 
-def serve_command(settings: Path, argv0: str = "", executable: str = "") -> tuple[str, ...]:
+def serve_command(settings: Path, argv0: str = "", *, is_service: bool = False) -> tuple[str, ...]:
     """What runs the server as this program is installed: in one file, or as packages.
 
     Args:
         settings: the settings file.
         argv0: what this process was started as; empty: sys.argv[0].
-        executable: of Python; empty: sys.executable.
+        is_service: it starts in some other folder, where Python should look for no packages.
     """
     started_as = argv0 or sys.argv[0]
     is_one_file = os.path.isfile(started_as) and zipfile.is_zipfile(started_as)
-    program = (os.path.abspath(started_as),) if is_one_file else ("-m", "strata_cli")
-    config = os.path.abspath(settings)
-    return (executable or sys.executable, *program, "serve", "--config", config)
+    packages = ("-P", "-m", "strata_cli") if is_service else ("-m", "strata_cli")
+    program = (os.path.abspath(started_as),) if is_one_file else packages
+    return (sys.executable, *program, "serve", "--config", os.path.abspath(settings))
 
 
 def become(command: tuple[str, ...]) -> None:
@@ -54,7 +54,7 @@ def unit_options(plan: LaunchPlan, scope: str, settings: Path, user: str | None)
     """
     model = next(choice.reason for choice in plan.choices if choice.name == "model")
     return UnitOptions(
-        command=serve_command(settings),
+        command=serve_command(settings, is_service=True),
         scope=scope,
         description=f"Strata: {model}",
         user=owner_of(settings.absolute().parent) if user is None else user.replace("root", ""),

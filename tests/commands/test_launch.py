@@ -140,6 +140,16 @@ def test_what_cannot_work_is_one_error_and_nothing_is_written(
     assert stage.became == []
 
 
+def test_other_machines_need_a_key(
+    stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(GROUP, ["launch", "--host", "0.0.0.0"]) == 2
+    assert "0.0.0.0 lets other machines use the server" in capsys.readouterr().err
+    assert stage.probed == []
+    assert run(GROUP, ["launch", "--host", "0.0.0.0", "--allow-no-key"]) == 0
+    assert "allow_no_key = true" in (tmp_path / "strata.toml").read_text("utf-8")
+
+
 def test_no_gpu_is_looked_for_where_none_is_wanted(stage: Stage) -> None:
     assert run(GROUP, ["launch", "--dry-run", "--device", "host", "--port", "9001"]) == 0
     ((_, host, port, with_gpus),) = stage.probed
