@@ -171,16 +171,24 @@ def traffic_of(engine: Engine, counts: ResidencyCounts, state_bytes: int) -> Tra
     return Traffic(memory, link, ram)
 
 
+def _counts(engine: Engine) -> ResidencyCounts:
+    counts = engine.residency_counts
+    assert counts is not None
+    return counts
+
+
 def decode(sequence: Sequence, ids: list[int]) -> tuple[list[float], list[ResidencyCounts]]:
     """Seconds of each step, and the counts of each part of them."""
     engine = sequence._engine
-    seconds, parts, before = [], [], engine.residency_counts
+    seconds: list[float] = []
+    parts: list[ResidencyCounts] = []
+    before = _counts(engine)
     for index, token in enumerate(ids):
         began = time.perf_counter()
         sequence.step(token)
         seconds.append(time.perf_counter() - began)
         if (index + 1) * PARTS // len(ids) > len(parts):
-            now = engine.residency_counts
+            now = _counts(engine)
             parts.append(now - before)
             before = now
     return seconds, parts
