@@ -26,6 +26,7 @@ from strata_cli.parsers import (
     auto_or_gib,
     auto_or_path,
     auto_or_ring,
+    auto_or_share,
     auto_or_slots,
     auto_or_threads,
     boolean,
@@ -191,6 +192,12 @@ class StrataConfig:
         0,
         "Slots for a long prompt's most used experts between its chunks; 0 keeps none.",
         parse=whole_number(0),
+    )
+    prefill_cpu_share: float | None = setting(
+        0.0,
+        "Share of a short prompt's experts outside device memory that the host computes; auto is "
+        "what pays. On a GPU plain reads then vary in bits; canonical ones have no part in it.",
+        parse=auto_or_share,
     )
     watchdog_s: float = setting(
         60.0,

@@ -328,7 +328,7 @@ class Engine:
     @property
     def _deviates(self) -> bool:
         """Whether a plain pass may compute something as a canonical one would not."""
-        return False
+        return self._streamer is not None and self._streamer.deviates
 
     @property
     def _is_exact(self) -> bool:

@@ -65,4 +65,6 @@ def _streaming(config: StrataConfig) -> StreamRules:
         ),
         is_likely=config.prefill_order == "likely",
         kept_slots=config.prefill_keep,
+        cpu_share=config.prefill_cpu_share,
+        cpu_threads=config.threads,
     )

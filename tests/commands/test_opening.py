@@ -60,6 +60,9 @@ def test_without_settings_everything_is_as_the_engine_has_it(
         ("prefill_routed_stream_depth", "3", "stream.depth", 3),
         ("prefill_order", "likely", "is_likely", True),
         ("prefill_keep", "12", "kept_slots", 12),
+        ("prefill_cpu_share", "auto", "cpu_share", None),
+        ("prefill_cpu_share", "0.25", "cpu_share", 0.25),
+        ("threads", "3", "cpu_threads", 3),
         ("watchdog_s", "1.5", "stream.watchdog_s", 1.5),
     ],
 )

@@ -55,6 +55,7 @@ class Way:
         adapt: when experts change places.
         tail_skip: rank from which on steps leave out misses.
         pinned: experts of each layer in page-locked memory; None: all.
+        cpu: share of the host's processor, as in StreamRules. On a GPU it does change bits.
         fetch: slots that steps fetch experts into; None: some on a GPU, none on the host.
     """
 
@@ -70,6 +71,7 @@ class Way:
     adapt: AdaptRules = STATIC
     tail_skip: int = 0
     pinned: int | None = None
+    cpu: float | None = 0.0
     fetch: int | None = None
 
     def open(self, path: Path, device: str, trace: Trace = NO_TRACE) -> Engine:
@@ -79,6 +81,8 @@ class Way:
             is_likely=self.is_likely,
             kept_slots=self.keep,
             short_tokens=self.short,
+            cpu_share=self.cpu,
+            cpu_threads=2,
         )
         pinned_bytes = None
         if self.pinned is not None:

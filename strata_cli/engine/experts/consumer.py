@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -79,6 +79,7 @@ class Consumer:
         self._trace = ReadTrace(ring)
         self._lists_routed = not entries.is_complete
         self._row = np.zeros(ranking.num_experts, np.bool_)
+        self._elsewhere: NDArray[np.integer] | None = None
         self.use = np.zeros((ranking.num_layers, ranking.num_experts), np.int64)
 
     def await_event(self, event: Event, what: str) -> None:
@@ -86,12 +87,19 @@ class Consumer:
         self._trace.pause()
         self._issuer.await_event(event, what)
 
-    def publish(self, layer: int, expert_start: NDArray[np.integer]) -> None:
+    def publish(
+        self,
+        layer: int,
+        expert_start: NDArray[np.integer],
+        elsewhere: NDArray[np.integer] | None = None,
+    ) -> None:
         """Tell the issuer which of the layer's experts any token wants.
 
         Args:
             layer: the next one.
             expert_start: where each rank's pairs begin, and the end of the last, [E + 1].
+            elsewhere: ranks that others compute: no group has them, and with a list of routed
+                experts nobody copies them. Not of residents; None: there are none.
 
         Raises:
             ShapeError: expert_start has another shape.
@@ -105,6 +113,9 @@ class Consumer:
         self._row = counts > 0
         self.use[layer, self._ranking.expert_at[layer]] = counts
         self._trace_routing(layer, int(expert_start[-1]))
+        self._elsewhere = elsewhere
+        if elsewhere is not None:
+            self._row[elsewhere] = False
         if self._lists_routed:
             first = self._ranking.num_resident[layer]
             ranks = first + np.flatnonzero(self._row[first:])
@@ -136,6 +147,7 @@ class Consumer:
         ranks, entries = self._entries.ranks, self._entries.of_layer(layer)
         routed = [k for k in entries if self._row[ranks[k]]]
         self._choose_kept(layer, routed)
+        stretches = self._stretches(routed)
         enqueued: deque[Event] = deque()
         at = 0
         while at < len(routed):
@@ -143,6 +155,8 @@ class Consumer:
             if len(enqueued) == GROUPS_AHEAD and self._rules.takes_landed:
                 self._issuer.await_event(enqueued.popleft(), f"experts of layer {layer}")
             stop = self._group_end(routed, at)
+            if stretches is not None:
+                stop = min(stop, bisect_right(stretches, stretches[at]))
             first, last = routed[at], routed[stop - 1]
             self._issuer.require(last)
             start = self._trace.resume(layer)
@@ -158,6 +172,17 @@ class Consumer:
             at = stop
         self._give_back(entries.stop)
         self._trace.leave()
+
+    def _stretches(self, routed: Sequence[int]) -> list[int] | None:
+        """For each entry, a number that those of one group share: none computed elsewhere between.
+
+        None: all may be in one group.
+        """
+        if self._elsewhere is None:
+            return None
+        ranks = self._entries.ranks
+        numbers: list[int] = np.searchsorted(self._elsewhere, [ranks[k] for k in routed]).tolist()
+        return numbers
 
     def _trace_routing(self, layer: int, pairs: int) -> None:
         if not self._ring.trace.is_on:

@@ -163,9 +163,14 @@ class ChunkStream:
         """Tokens of each expert in the layers published so far, [L, E], by id."""
         return self._consumer.use
 
-    def publish(self, layer: int, expert_start: NDArray[np.integer]) -> None:
+    def publish(
+        self,
+        layer: int,
+        expert_start: NDArray[np.integer],
+        elsewhere: NDArray[np.integer] | None = None,
+    ) -> None:
         """See Consumer.publish."""
-        self._consumer.publish(layer, expert_start)
+        self._consumer.publish(layer, expert_start, elsewhere)
 
     def groups(self, layer: int) -> Iterator[range]:
         """See Consumer.groups."""

@@ -45,6 +45,20 @@ class ExpertGroup(NamedTuple):
     pairs: range
 
 
+class PairRows(NamedTuple):
+    """What a layer's pairs read and write, on the device.
+
+    Attributes:
+        x: float32 [T, D].
+        row_of: row of x that each pair reads, int32 [P], sorted by rank.
+        out: a row for each pair, float32 [P, D].
+    """
+
+    x: Tensor
+    row_of: Tensor
+    out: Tensor
+
+
 class ExpertFeed(Protocol):
     """Hands one pass its experts, layer by layer. Everything is enqueued on the pass's stream."""
 
@@ -52,15 +66,16 @@ class ExpertFeed(Protocol):
         """The layer's experts; where their bytes are may be known only when groups come."""
         ...
 
-    def publish(self, layer: int, expert_start: Tensor) -> None:
+    def publish(self, layer: int, expert_start: Tensor, rows: PairRows) -> None:
         """The layer's pairs are sorted: expert_start int32 [E + 1], by rank. Does not block."""
         ...
 
     def groups(self, layer: int) -> Iterator[ExpertGroup]:
-        """Every expert that has pairs, in exactly one group; ranks ascend.
+        """Every expert whose pairs the device computes, in exactly one group; ranks ascend.
 
         Whoever iterates enqueues a group's products before asking for the next one, and takes all
-        groups. May block until the routing is known and bytes are on their way.
+        groups: then all other rows of the output are on their way too. May block until the routing
+        is known and bytes are on their way.
         """
         ...
 
@@ -85,7 +100,7 @@ class ResidentFeed:
         """See ExpertFeed."""
         return RankedExperts(self._layers[layer], None, self._split)
 
-    def publish(self, layer: int, expert_start: Tensor) -> None:
+    def publish(self, layer: int, expert_start: Tensor, rows: PairRows) -> None:
         """Nobody needs to know."""
 
     def groups(self, layer: int) -> Iterator[ExpertGroup]:

@@ -16,7 +16,13 @@ from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.device.timing import NO_SPANS, Spans
 from strata_cli.engine.experts.resident import ExpertMatrices
 from strata_cli.engine.forward.branch import BranchRoom
-from strata_cli.engine.forward.feeding import ExpertFeed, ExpertGroup, ResidentFeed, Split
+from strata_cli.engine.forward.feeding import (
+    ExpertFeed,
+    ExpertGroup,
+    PairRows,
+    ResidentFeed,
+    Split,
+)
 from strata_cli.engine.forward.fetching import Fetcher
 from strata_cli.engine.forward.state import AttentionState, GdnState, SequenceState
 from strata_cli.engine.forward.weights import (
@@ -406,7 +412,8 @@ class Forward:
         else:
             moe.route(stream, router, ids, places)
             start = self._share_out(experts, split, ids, row_of, pair_of)
-        feed.publish(index, start)
+        expert_out = take("expert_out", row_of.shape[0])
+        feed.publish(index, start, PairRows(read.values, row_of, expert_out))
         if is_few and rank_of is None and self.fetcher is not None:
             experts = self.fetcher.fetch(index, start)
         if not is_few:
@@ -420,7 +427,7 @@ class Forward:
             matmul(stream, gate, weights.shared_down, shared_out, rounded)
         for group in feed.groups(index):
             self._routed(experts, read, row_of, start, group)
-        out, expert_out = take("out", num), take("expert_out", row_of.shape[0])
+        out = take("out", num)
         if split is not None:
             dropped = start.rows(start.size - 2, start.size)
             clear_rows(stream, dropped, expert_out)

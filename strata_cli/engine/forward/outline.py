@@ -16,6 +16,7 @@ from strata_cli.engine.experts.placing import ExpertHome, Stores
 from strata_cli.engine.experts.resident import ExpertMatrices, blob_experts
 from strata_cli.engine.forward.feeding import (
     ExpertGroup,
+    PairRows,
     RankedExperts,
     ResidentFeed,
     Split,
@@ -158,7 +159,7 @@ class _PaperFeed:
         """See ExpertFeed."""
         return RankedExperts(self._layers[layer], self._rank_of)
 
-    def publish(self, layer: int, expert_start: Tensor) -> None:
+    def publish(self, layer: int, expert_start: Tensor, rows: PairRows) -> None:
         """Nobody needs to know."""
 
     def groups(self, layer: int) -> Iterator[ExpertGroup]:

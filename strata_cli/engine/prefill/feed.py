@@ -14,7 +14,8 @@ from strata_cli.engine.experts.blobs import BlobLayout
 from strata_cli.engine.experts.entries import Ranking, RingShape, address_row, address_table
 from strata_cli.engine.experts.resident import blob_experts
 from strata_cli.engine.experts.streaming import ChunkStream
-from strata_cli.engine.forward.feeding import ExpertGroup, RankedExperts
+from strata_cli.engine.forward.feeding import ExpertGroup, PairRows, RankedExperts
+from strata_cli.engine.prefill.sharing import HostShare
 
 ADDRESS = np.dtype(np.int64)
 RANK = np.dtype(np.int32)
@@ -119,6 +120,8 @@ class StreamFeed:
         ranking: that the stream was made with.
         addresses: of resident experts, by id, int64 [L, E].
         ring: where the stream's slots are.
+        share: takes some experts of each layer to the host's processor; None: nobody does. The
+            stream's list is one of routed experts then.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class StreamFeed:
         ranking: Ranking,
         addresses: NDArray[np.int64],
         ring: RingShape,
+        share: HostShare | None = None,
     ) -> None:
         self._tables = tables
         self._stream = stream
@@ -136,6 +140,8 @@ class StreamFeed:
         self._ring = ring
         self._lists_routed = not stream.entries.is_complete
         self._has_tables = False
+        self._share = share
+        self._rows: PairRows | None = None  # of the layer that was published last
 
     def experts(self, layer: int) -> RankedExperts:
         """See ExpertFeed."""
@@ -144,9 +150,17 @@ class StreamFeed:
             self._has_tables = True
         return RankedExperts(self._tables.experts[layer], self._tables.rank_of(layer))
 
-    def publish(self, layer: int, expert_start: Tensor) -> None:  # noqa: ARG002  in turn
+    def publish(
+        self,
+        layer: int,  # noqa: ARG002  in turn
+        expert_start: Tensor,
+        rows: PairRows,
+    ) -> None:
         """See ExpertFeed. Layers come in turn."""
         self._tables.fetch_start(expert_start)
+        self._rows = rows
+        if self._share is not None:
+            self._share.fetch(rows)
 
     def groups(self, layer: int) -> Iterator[ExpertGroup]:
         """See ExpertFeed. Blocks until the device has routed, then while copies are not issued.
@@ -156,12 +170,29 @@ class StreamFeed:
         """
         self._stream.await_event(self._tables.routed, f"the routing of layer {layer}")
         start = self._tables.start()
-        self._stream.publish(layer, start)
+        if self._share is None:
+            self._publish(layer, start)
+            yield from self._link_groups(layer, start)
+            return
+        assert self._rows is not None
+        chosen = self._share.choose(layer, start, self._ranking)
+        self._publish(layer, start, None if chosen.task is None else chosen.task.ranks)
+        self._share.begin(chosen, self._stream)
+        yield from self._link_groups(layer, start)
+        self._share.end(chosen, self._rows, self._stream)
+
+    def _publish(
+        self, layer: int, start: NDArray[np.int32], elsewhere: NDArray[np.int64] | None = None
+    ) -> None:
+        """Tell the stream what the layer wants of it, and the kernels where they will find it."""
+        self._stream.publish(layer, start, elsewhere)
         if self._lists_routed:
             row = self._addresses[layer]
             entries = self._stream.entries
             by_rank = address_row(self._ranking, entries, layer, row, self._ring)
             self._tables.upload_row(layer, by_rank)
+
+    def _link_groups(self, layer: int, start: NDArray[np.int32]) -> Iterator[ExpertGroup]:
         for ranks in self._stream.groups(layer):
             yield ExpertGroup(ranks, range(int(start[ranks.start]), int(start[ranks.stop])))
 

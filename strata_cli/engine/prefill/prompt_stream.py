@@ -26,6 +26,7 @@ from strata_cli.engine.experts.streaming import (
 )
 from strata_cli.engine.forward.feeding import ExpertFeed
 from strata_cli.engine.prefill.feed import StreamFeed, StreamTables
+from strata_cli.engine.prefill.sharing import HostShare
 from strata_cli.engine.trace import NO_TRACE, Trace
 from strata_cli.errors import DeviceError
 
@@ -46,6 +47,9 @@ class StreamRules:
         kept_slots: for a prompt's most used experts, between its chunks.
         short_tokens: chunks of at most so many, and steps, read experts where they are, over the
             link; only those that are not in page-locked memory come through a small ring.
+        cpu_share: of the experts of a short chunk that are not resident, those that the host's
+            processor computes, 0..1; None: as it pays. On a GPU this changes bits.
+        cpu_threads: for it; 0: automatic.
     """
 
     ring: RingRules = DEFAULT_RING
@@ -53,6 +57,8 @@ class StreamRules:
     is_likely: bool = False
     kept_slots: int = 0
     short_tokens: int = SHORT_TOKENS
+    cpu_share: float | None = 0.0
+    cpu_threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +178,7 @@ class PromptStream:
         slots: uint8 [n, slot_bytes]; None: every chunk finds its experts where they are.
         ring_slots: of those that are the ring of long chunks; blobs are kept in the others.
         cancellation: ends the waits of chunks.
+        share: takes experts to the host's processor; None: nobody does.
     """
 
     def __init__(
@@ -183,6 +190,7 @@ class PromptStream:
         slots: Tensor | None,
         ring_slots: int,
         cancellation: Cancellation = NEVER,
+        share: HostShare | None = None,
     ) -> None:
         self._rings = rings
         self._setting = rings.setting
@@ -192,6 +200,7 @@ class PromptStream:
         self._slots = slots
         self._ring_slots = ring_slots
         self._cancellation = cancellation
+        self._share = share
         self._current_slots = 0
         self._kept: KeptBlobs | None = None
 
@@ -231,9 +240,17 @@ class PromptStream:
         learnt = self._history.depth
         stream = ChunkStream(ranking, ring, store.blobs, self._rules.stream, kept, learnt)
         with store.staging(stream.entries), stream, self._cancellation.stopping(stream.stop):
-            yield StreamFeed(self._tables, stream, ranking, addresses, ring.shape)
+            share = None if is_short else self._share_of(num_tokens, ring)
+            yield StreamFeed(self._tables, stream, ranking, addresses, ring.shape, share)
             stream.finish()
         self._history.add(stream, is_typical=not is_short)
+
+    def _share_of(self, num_tokens: int, ring: Ring) -> HostShare | None:
+        share = self._share
+        if share is None or ring.num_slots > SMALL_RING_SLOTS or not share.serves(num_tokens):
+            return None
+        share.begin_chunk()
+        return share
 
     def _ring(self, num_slots: int) -> Ring:
         """The ring over the first slots. Its copies wait for those who read them so far."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Self
 
 import numpy as np
@@ -27,6 +27,7 @@ from strata_cli.engine.prefill.prompt_stream import (
     Setting,
     StreamRules,
 )
+from strata_cli.engine.prefill.sharing import HostShare
 from strata_cli.errors import StallError, StrataError
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,17 @@ class PromptStreamer:
             self._tables = resources.enter_context(tables)
             self._rings = Rings(setting)
             resources.callback(self._rings.close)
+            self._share: HostShare | None = None
+            if rules.cpu_share != 0 and store.pinned_share > 0:
+                share = HostShare(
+                    setting.device,
+                    setting.reads,
+                    store,
+                    rules.cpu_share,
+                    rules.cpu_threads,
+                    setting.trace,
+                )
+                self._share = resources.enter_context(share)
             self._own: Tensor | None = None
             if own_slots:
                 nbytes = own_slots * store.slot_bytes
@@ -88,6 +100,8 @@ class PromptStreamer:
         what = "routed or not"
         if stream.skips_unrouted:
             what = f"as far as they are routed, {stream.depth or 'auto'} copies deep"
+        if self._share is not None:
+            what += "; short chunks leave some to the host's processor"
         share = self.setting.store.pinned_share
         if share < 1:
             what += f"; {100 * share:.0f} % are in page-locked memory, the file has the others"
@@ -151,14 +165,24 @@ class PromptStreamer:
                 slots,
                 num_slots,
                 cancellation,
+                self._share,
             )
             self._rings.finish_trace()
 
     @contextmanager
     def unlearning(self) -> Iterator[None]:
         """Around prompts that leave no mark: what was expected of the next chunk is so again."""
-        with self._history.unlearning():
+        still = nullcontext() if self._share is None else self._share.paused()
+        with still, self._history.unlearning():
             yield
+
+    @property
+    def deviates(self) -> bool:
+        """Whether chunks may be computed otherwise than canonical ones: in part on the host.
+
+        The host's kernels round in another way than a GPU's.
+        """
+        return self._share is not None and self.setting.device.has_own_memory
 
     @property
     def is_needed_for_steps(self) -> bool:
