@@ -92,13 +92,14 @@ FLUSH_BYTES = 400 << 20  # several times any L2 cache
 CHECK_SHAPES = {True: (1280, 1100), False: (640, 1100)}  # blocks above 64 weights or not
 WAYS = (
     Way(),
-    *(Way(warps=n) for n in (10, 15, 20)),
-    Way(rows=16, warps=15),
-    Way(warps=20, shared_bytes=140 << 10),
+    Way(warps=20),
+    Way(warps=15, shared_bytes=150 << 10),
+    *(Way(shared_bytes=n << 10) for n in (150, 180, 220)),
+    *(Way(resident=1, shared_bytes=n << 10) for n in (112, 180, 220)),
+    Way(resident=1, warps=20, shared_bytes=180 << 10),
     Way(resident=2, warps=15, shared_bytes=110 << 10),
-    Way(resident=2),
-    Way(resident=3, warps=10),
-    Way(resident=4, warps=5, shared_bytes=50 << 10),
+    Way(rows=8, resident=2),
+    Way(rows=8, resident=3, warps=10),
 )
 # Of experts in host memory: how much is on its way at once.
 HOST_WAYS = (

@@ -1,7 +1,7 @@
 """Where the time of one decoded token goes: the recorded pass, whole and with launches left out.
 
     PYTHONPATH=. python benchmarks/decode_parts.py MODEL.gguf [--device cuda:0] [--at 4096] \
-        [--json FILE]
+        [--plan NAME=VALUE,...]... [--json FILE]
 
 For each kind of launch: what the pass takes less without it, and what its launches take alone, one
 after the other, of all layers. A launch that fills gaps of its neighbours costs less in the pass
@@ -29,6 +29,7 @@ from strata_cli.engine.device.base import Kernel, KernelArgument, Launch, Stream
 from strata_cli.engine.device.cuda_kernels import CROWDING_SHARED_BYTES
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.forward.rows import single
+from strata_cli.engine.kernels import few
 
 SHARES = (-1, 100)  # percent of shared memory; -1: the driver's choice
 
@@ -150,6 +151,30 @@ def parts(bench: Bench, engine: Engine, launches: list[Launched]) -> list[dict[s
     return sorted(rows, key=lambda row: -row["us_in_pass"] * row["launches"])
 
 
+def other_plans(
+    bench: Bench, engine: Engine, sequence: Any, plans: Sequence[str]
+) -> dict[str, float]:
+    """The pass with products of few rows cut by other constants of few.py."""
+    found: dict[str, float] = {}
+    for plan in plans:
+        values = {name: int(value) for name, value in (each.split("=") for each in plan.split(","))}
+        usual = {name: getattr(few, name) for name in values}
+        try:
+            change(values)
+            launches = pass_of(engine, sequence)
+        finally:
+            change(usual)
+        bench.device.prepare(dict.fromkeys(own.kernel for own in launches))
+        found |= median_us(bench, [graph_case(bench, plan, launches)])
+    return found
+
+
+def change(values: dict[str, int]) -> None:
+    for name, value in values.items():
+        setattr(few, name, value)
+    few.few_plan.cache_clear()
+
+
 def show(whole: dict[str, float], rows: list[dict[str, Any]]) -> None:
     for name, us in whole.items():
         print(f"{us:10.1f} us  {name}")
@@ -168,6 +193,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--at", type=int, default=4096, help="position of the token")
+    parser.add_argument("--plan", action="append", default=[], help="constants of few.py")
     parser.add_argument("--json", type=Path, help="file for all figures")
     arguments = parser.parse_args()
     options = EngineOptions(model=arguments.model, device=arguments.device)
@@ -179,6 +205,7 @@ def main() -> None:
         bench = Bench(engine._device, engine._stream)
         launches = pass_of(engine, sequence)
         whole = whole_pass(bench, engine, launches)
+        whole |= other_plans(bench, engine, sequence, arguments.plan)
         rows = parts(bench, engine, launches)
     show(whole, rows)
     if arguments.json is not None:

@@ -38,6 +38,7 @@ GATE_BYTES = 16  # of a slot
 LIGHT_TILE_BYTES = 24 << 10
 FLOAT_TILE_BYTES = 44 << 10
 PAIR_TILE_BYTES = 60 << 10  # heavier ones leave a multiprocessor room for one block
+FEW_TILES = MULTIPROCESSORS // 2
 WIDE_BLOCK_BYTES = 112 << 10  # two of these fit a multiprocessor
 ALONE_BLOCK_BYTES = 180 << 10  # where most multiprocessors are free for the next launch
 RESERVED_BYTES = 1 << 10
@@ -99,9 +100,15 @@ def _is_float(matrices: tuple[Matrix, ...]) -> bool:
 
 
 def _tile_rows(matrices: tuple[Matrix, ...], rows: int) -> dict[_Kind, int]:
-    """Rows of a tile by kind: as many as weigh no more than a tile of the main kind, or little."""
+    """Rows of a tile by kind: as many as weigh no more than a tile of the main kind, or little.
+
+    Half as many where that leaves most multiprocessors idle and a tile is heavy.
+    """
     main = _main(matrices)
-    most = max(rows * main.bytes_of(main.cols), LIGHT_TILE_BYTES)
+    tile_bytes = rows * main.bytes_of(main.cols)
+    if blocks(main.rows, rows) <= FEW_TILES and tile_bytes > PAIR_TILE_BYTES:
+        tile_bytes //= 2
+    most = max(tile_bytes, LIGHT_TILE_BYTES)
     if _is_float(matrices):
         most = max(FLOAT_TILE_BYTES, main.bytes_of(main.cols))
     return {
@@ -273,7 +280,7 @@ def _choose(
     is_pair = tiles * segments > MULTIPROCESSORS and heaviest <= PAIR_TILE_BYTES
     is_pair = is_pair and (experts > 0 or is_heavy) and not _is_float(matrices)
     resident = way.resident or (2 if is_pair else 1)
-    is_small = tiles * segments <= MULTIPROCESSORS // 2
+    is_small = tiles * segments <= MULTIPROCESSORS  # a tile for each at most
     warps = way.warps or (MOST_WARPS if is_small else USUAL_WARPS)
     usual = ALONE_BLOCK_BYTES if is_small else WIDE_BLOCK_BYTES
     budget = way.shared_bytes or usual
