@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.experts.streaming import StreamOptions
 from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.engine.prefill.prompt_stream import StreamRules
 from strata_cli.engine.prefill.streamer import PromptStreamer
@@ -34,7 +35,7 @@ from strata_cli.errors import OutOfMemory
 from tools.synth.prompts import zipf_prompt
 
 LINK_BYTES = 1 << 30
-PLAIN = StreamRules()
+PLAIN = StreamRules(is_likely=False, stream=StreamOptions(depth=16))
 WAYS = {
     "all copied": replace(PLAIN, stream=replace(PLAIN.stream, skips_unrouted=False)),
     "routed": PLAIN,

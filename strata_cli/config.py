@@ -35,7 +35,7 @@ from strata_cli.parsers import (
     device_name,
     embedded_or_path,
     file_path,
-    names,
+    none_or_names,
     none_or_path,
     none_or_secret,
     number,
@@ -179,12 +179,12 @@ class StrataConfig:
         parse=auto_or_boolean,
     )
     prefill_routed_stream_depth: int = setting(
-        16,
+        0,
         "Copies of a routed stream that may be queued; auto is what the link needs.",
         parse=auto_or_depth,
     )
     prefill_order: str = setting(
-        "id",
+        "likely",
         "Order in which a layer's experts are copied: by id, or likely ones first.",
         parse=choice("id", "likely"),
     )
@@ -279,15 +279,15 @@ class StrataConfig:
     allowed_hosts: tuple[str, ...] = setting(
         (),
         "Further names of the server in requests without a key: exact, .suffix or *.",
-        parse=names,
+        parse=none_or_names,
     )
     trusted_origins: tuple[str, ...] = setting(
         (),
         "Web pages that may send requests without a key, such as https://name:port.",
-        parse=names,
+        parse=none_or_names,
     )
     cors_origins: tuple[str, ...] = setting(
-        (), "Web pages that may also read the answers of /v1; * is all.", parse=names
+        (), "Web pages that may also read the answers of /v1; * is all.", parse=none_or_names
     )
     parallel: int = setting(
         1, "Requests that the engine works on at once.", parse=whole_number(1, 1024)

@@ -38,8 +38,8 @@ def test_a_full_model_in_24_gib() -> None:
     assert slots_that_fit(0, Q2_0_BLOB, 24_576) == 0
 
 
-LONG = RingNeeds(
-    chunk_tokens=4_096,
+USUAL = RingNeeds(
+    chunk_tokens=2_048,
     slot_bytes=Q2_0_BLOB,
     pinned_share=1.0,
     num_entries=20_000,
@@ -63,6 +63,12 @@ LONG = RingNeeds(
         (RingRules(), {"pinned_share": 0.9}, 384),
         (RingRules(), {"pinned_share": 0.89}, 96),
         (RingRules(), {"pinned_share": 0.5, "slot_bytes": IQ3_S_BLOB}, 56),
+        (RingRules(), {"slot_bytes": IQ3_S_BLOB, "chunk_tokens": 3_071}, 227),
+        (RingRules(), {"slot_bytes": IQ3_S_BLOB, "chunk_tokens": 3_072}, 512),
+        (RingRules(), {"slot_bytes": 3 * IQ3_S_BLOB, "chunk_tokens": 8_192}, 303),
+        (RingRules(), {"chunk_tokens": 8_192, "room_bytes": 100 * Q2_0_BLOB}, 100),
+        (RingRules(), {"chunk_tokens": 8_192, "pinned_share": 0.5}, 96),
+        (RingRules(budget_bytes=0), {"chunk_tokens": 8_192}, 384),
         (RingRules(budget_bytes=0), {"slot_bytes": IQ3_S_BLOB}, 384),
         (RingRules(budget_bytes=0), {"slot_bytes": IQ3_S_BLOB, "pinned_share": 0.1}, 96),
         (RingRules(), {"slot_bytes": 4_096}, 512),
@@ -75,7 +81,7 @@ LONG = RingNeeds(
     ],
 )
 def test_the_ring_follows_the_rules(rules: RingRules, needs: dict[str, float], slots: int) -> None:
-    assert ring_slots(rules, replace(LONG, **needs)) == slots  # type: ignore[arg-type]  # by name
+    assert ring_slots(rules, replace(USUAL, **needs)) == slots  # type: ignore[arg-type]  # by name
 
 
 @given(

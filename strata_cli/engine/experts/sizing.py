@@ -16,6 +16,8 @@ PINNED_RING_SLOTS, STAGED_RING_SLOTS = 384, 96
 PINNED_SHARE = 0.9  # with less, most copies wait for the stager, and a long ring is of no use
 RING_BYTES = PINNED_RING_SLOTS * 1_382_400  # so many Q2_0 blobs of a full model
 STAGED_RING_DIVISOR = PINNED_RING_SLOTS // STAGED_RING_SLOTS
+LONG_CHUNK_TOKENS = 3072  # from here on a layer computes about as long as its experts' copies take
+LONG_RING_FACTOR = 4  # the link then needs room for most of the next layer's
 
 
 def cache_bytes(num_slots: int, slot_bytes: int, num_pairs: int) -> int:
@@ -42,7 +44,8 @@ class RingRules:
     Attributes:
         stream_min: tokens from which on a chunk's experts are streamed ahead of their routing.
         slots: of the ring; 0: automatic; up to SMALL_RING_SLOTS: a small ring for every chunk.
-        budget_bytes: of an automatic ring, a quarter of it where much is staged; 0: by count.
+        budget_bytes: of an automatic ring, a quarter of it where much is staged, four times as
+            much for long chunks where little is; 0: by count.
     """
 
     stream_min: int = STREAM_MIN_TOKENS
@@ -87,8 +90,10 @@ def _automatic_slots(rules: RingRules, needs: RingNeeds) -> int:
     is_pinned = needs.pinned_share >= PINNED_SHARE
     if not rules.budget_bytes:
         return PINNED_RING_SLOTS if is_pinned else STAGED_RING_SLOTS
-    budget_bytes = rules.budget_bytes // (1 if is_pinned else STAGED_RING_DIVISOR)
-    return budget_bytes // needs.slot_bytes
+    if not is_pinned:
+        return rules.budget_bytes // STAGED_RING_DIVISOR // needs.slot_bytes
+    is_long = needs.chunk_tokens >= LONG_CHUNK_TOKENS
+    return rules.budget_bytes * (LONG_RING_FACTOR if is_long else 1) // needs.slot_bytes
 
 
 def _granules(nbytes: int) -> int:

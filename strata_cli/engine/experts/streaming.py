@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Event, Tensor
 from strata_cli.engine.experts.consumer import GROUP_EXPERTS, Consumer, ConsumerRules
-from strata_cli.engine.experts.depth import DEFAULT_DEPTH, AutoDepth, DepthRule, FixedDepth
+from strata_cli.engine.experts.depth import AutoDepth, DepthRule, FixedDepth
 from strata_cli.engine.experts.entries import EntryList, Ranking, list_entries
 from strata_cli.engine.experts.gate import Gate
 from strata_cli.engine.experts.issuer import InlineIssuer, Issuer, ThreadIssuer
@@ -43,7 +43,7 @@ class StreamOptions:
     """
 
     skips_unrouted: bool = True
-    depth: int = DEFAULT_DEPTH
+    depth: int = 0
     has_thread: bool = True
     together: int = TOGETHER
     group: int = GROUP_EXPERTS

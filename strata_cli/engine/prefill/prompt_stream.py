@@ -54,7 +54,7 @@ class StreamRules:
 
     ring: RingRules = DEFAULT_RING
     stream: StreamOptions = DEFAULT_STREAM
-    is_likely: bool = False
+    is_likely: bool = True
     kept_slots: int = 0
     short_tokens: int = SHORT_TOKENS
     cpu_share: float | None = 0.0
