@@ -13,7 +13,7 @@ Probabilities = NDArray[np.float64]
 
 NUM_BINS = 15
 RISK = 0.05
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.05, 20.0
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.2, 10.0
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 

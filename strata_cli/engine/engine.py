@@ -494,6 +494,15 @@ class Sequence:
         return tuple(self._state.ids)
 
     @property
+    def pass_tokens(self) -> int:
+        """Tokens of a pass over a prompt if every pass brings experts anew, else 1: any will do."""
+        engine = self._engine
+        is_streamed = engine._streamer is not None and engine._streamer.ring_slots(
+            engine.chunk_tokens
+        )
+        return engine.chunk_tokens if is_streamed else 1
+
+    @property
     def cached_ids(self) -> tuple[int, ...]:
         """The tokens whose K/V is there: those read, and after a rewind those behind them."""
         return tuple(self._state.cached_ids)

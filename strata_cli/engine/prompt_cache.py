@@ -13,8 +13,9 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -133,26 +134,37 @@ class PromptCache:
         """Host memory held."""
         return sum(checkpoint.nbytes for checkpoint in self._checkpoints)
 
-    def cuts(self, start: int, stop: int, parting: int = 0) -> list[int]:
+    def cuts(self, start: int, stop: int, parting: int = 0, pass_tokens: int = 1) -> list[int]:
         """Positions in start < position < stop at which a read should leave a checkpoint.
 
         Args:
             start: what is read begins here.
             stop: it ends here.
             parting: up to there the prompt before began alike, so others may too.
+            pass_tokens: of the passes that read it, where one more is expensive: the grid and the
+                root then wait for the end of a pass. Only the parting is worth one of its own.
         """
         rules = self.rules
         if not rules.prompt_cache:
             return []
-        cuts: set[int] = set()
-        if rules.prompt_cache_every:
-            first = start // rules.prompt_cache_every + 1
-            cuts.update(range(first * rules.prompt_cache_every, stop, rules.prompt_cache_every))
-        if self.root is None and start < rules.prompt_cache_root < stop:
-            cuts.add(rules.prompt_cache_root)
+        bounds = [start, stop]
         if start + rules.least_parked_tokens <= parting < stop:
-            cuts.add(parting)
+            bounds.insert(1, parting)
+        cuts = set(bounds[1:-1])
+        for begin, end in pairwise(bounds):
+            for position in self._regular(begin, end):
+                pass_end = begin - (begin - position) // pass_tokens * pass_tokens
+                if pass_end < end:
+                    cuts.add(pass_end)
         return sorted(cuts)
+
+    def _regular(self, start: int, stop: int) -> Iterator[int]:
+        """Positions of the grid and of a root that is missing, start < position < stop."""
+        every, root = self.rules.prompt_cache_every, self.rules.prompt_cache_root
+        if every:
+            yield from range((start // every + 1) * every, stop, every)
+        if self.root is None and start < root < stop:
+            yield root
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Keep one in place of the least recently used, the root excepted.

@@ -56,7 +56,8 @@ class PromptReading:
         self._ids = ids
         self._wants_logits = wants_logits
         cache.keep_prefixes(ids)
-        self._stops = [*cache.cuts(self.start, len(ids), parting), len(ids)]
+        cuts = cache.cuts(self.start, len(ids), parting, sequence.pass_tokens)
+        self._stops = [*cuts, len(ids)]
 
     @property
     def is_over(self) -> bool:

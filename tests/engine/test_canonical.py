@@ -270,6 +270,16 @@ def streamed(tmp_path_factory: pytest.TempPathFactory, device_name: str) -> Iter
         yield engine
 
 
+def test_checkpoints_of_streamed_prompts_cost_no_pass(streamed: Engine) -> None:
+    rules = CacheRules(prompt_cache_every=100, prompt_cache_root=10)
+    with Session(streamed, rules) as session:
+        session.read(TURNS[0])
+        kept = [checkpoint.position for checkpoint in session.cache.checkpoints]
+        assert kept == [64, 128, len(TURNS[0])]
+        assert len(streamer_of(streamed).counts) == 2  # passes behind the last of them
+        assert session.read(TURNS[0][:70] + TURNS[1]).reused_tokens == 64
+
+
 def test_what_adapts_is_as_if_the_read_had_not_been(streamed: Engine) -> None:
     history = streamer_of(streamed)._history
     with streamed.sequence() as sequence:

@@ -126,6 +126,16 @@ def test_reads_are_cut_where_a_prompt_parts_from_the_one_before() -> None:
     assert cache.cuts(0, 190, 100) == [100]
 
 
+def test_where_passes_are_expensive_the_grid_waits_for_the_end_of_one() -> None:
+    cache = PromptCache(replace(RULES, prompt_cache_root=50, least_parked_tokens=20))
+    assert cache.cuts(0, 400, 0, 64) == [64, 128, 256, 320]
+    assert cache.cuts(10, 400, 0, 64) == [74, 138, 202, 330]
+    assert cache.cuts(0, 400, 210, 64) == [64, 128, 210, 338]
+    assert cache.cuts(0, 190, 128, 64) == [64, 128]
+    assert cache.cuts(0, 190, 0, 512) == []
+    assert cache.cuts(0, 400, 0, 50) == [50, 100, 200, 300]
+
+
 def test_settings_give_the_rules() -> None:
     assert CacheRules.of(StrataConfig()) == CacheRules()
     config = StrataConfig(
