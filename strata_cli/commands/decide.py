@@ -12,6 +12,7 @@ from typing import Any, Literal
 import click
 import orjson
 
+from strata_cli.commands.calibrate import calibrate
 from strata_cli.commands.decide_bulk import BulkFlags, BulkRun, decide_in_bulk
 from strata_cli.commands.decision_report import (
     Wanted,
@@ -24,7 +25,7 @@ from strata_cli.commands.opening import ENGINE_SETTINGS, STDIN_FILE, model_files
 from strata_cli.commands.options import config_file_of, config_options, load_config, written
 from strata_cli.commands.prompt import STDIN, input_text
 from strata_cli.commands.prompt_flags import utf8_text
-from strata_cli.commands.question_flags import QuestionFlags, expected_option
+from strata_cli.commands.question_flags import QuestionFlags, expected_option, question_options
 from strata_cli.commands.streams import require_stdout
 from strata_cli.config import StrataConfig
 from strata_cli.decisions.decider import Decider, Level, Prior
@@ -37,49 +38,28 @@ from strata_cli.parsers import choice, file_path, number, whole_number
 FILE = written(file_path)
 
 
-@click.command(short_help="Answer questions with fixed options about a text.")
+class DecideCommand(click.Command):
+    """A command with a subcommand beside its argument: a first word "calibrate" is no state."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """The context of the command, or of the subcommand that the first word names."""
+        if args[:1] != [calibrate.name]:
+            return super().make_context(info_name, args, parent, **extra)
+        return calibrate.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+
+
+@click.command(cls=DecideCommand, short_help="Answer questions with fixed options about a text.")
 @click.argument("state", required=False, callback=utf8_text)
 @click.option(
     "-f", "--file", callback=FILE, metavar="FILE", help="Read the state from a file; - is stdin."
 )
-@click.option("-q", "--question", callback=utf8_text, metavar="TEXT", help="What is to be decided.")
-@click.option(
-    "-o",
-    "--option",
-    "options",
-    multiple=True,
-    callback=utf8_text,
-    metavar="TEXT",
-    help="An answer.",
-)
-@click.option("--yes-no", is_flag=True, help="The answers are yes and no.")
-@click.option(
-    "--score",
-    "levels",
-    multiple=True,
-    callback=utf8_text,
-    metavar="TEXT",
-    help="A level, lowest first; the answer is the expected one, from 0.",
-)
-@click.option(
-    "--scale",
-    nargs=2,
-    type=str,
-    metavar="LO HI",
-    help="The answer is a number from LO to HI, the expected one over equal bins.",
-)
-@click.option("--bins", metavar="N", help="Bins of the scale, 2 to 10.  [5]")
-@click.option(
-    "--by-text",
-    is_flag=True,
-    help="Score each option by its own text, token by token; more than 26 always are.",
-)
-@click.option(
-    "--questions",
-    callback=FILE,
-    metavar="FILE",
-    help="JSON (or .yaml) file with several questions by id; - is stdin.",
-)
+@question_options
 @click.option(
     "--level",
     callback=written(choice("raw", "L0", "L1")),
@@ -144,14 +124,6 @@ FILE = written(file_path)
 def decide(
     state: str | None,
     file: Path | None,
-    question: str | None,
-    options: tuple[str, ...],
-    yes_no: bool,
-    levels: tuple[str, ...],
-    scale: tuple[str, str] | None,
-    bins: str | None,
-    by_text: bool,
-    questions: Path | None,
     level: Level,
     prior: Prior,
     threshold: float | None,
@@ -178,23 +150,14 @@ def decide(
     strata decide --jsonl mails.jsonl --out spam.jsonl -q "Is this spam?" --yes-no
 
     With --jsonl there is a row for each line, in order; the same command goes on where it was
-    interrupted.
+    interrupted. See also: strata decide calibrate --help
     """
+    asked_by = QuestionFlags.taken_from(flags)
     config = load_config(flags)
-    asked_by = QuestionFlags(
-        question=question,
-        options=options,
-        yes_no=yes_no,
-        levels=levels,
-        scale=scale,
-        bins=bins,
-        by_text=by_text,
-        file=questions,
-    )
     asked_by.check()
     level_flags = LevelFlags(level=level, prior=prior, calibration=calibration)
     level_flags.check()
-    files = {"questions' file": questions, "calibration": calibration}
+    files = {"questions' file": asked_by.file, "calibration": calibration}
     bulk = _bulk_flags(jsonl, out, bad_lines, workers, is_on_ray=ray)
     if bulk is not None:
         others = {"STATE": state, "--file": file, "--expect": expect}
@@ -214,7 +177,7 @@ def decide(
             )
         )
     source = _state_source(state, file)
-    if source == Path(STDIN) and questions == Path(STDIN):
+    if source == Path(STDIN) == asked_by.file:
         raise ConfigError(
             "--questions and the state cannot both come from stdin", hint="give one as a file"
         )

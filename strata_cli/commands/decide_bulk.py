@@ -16,9 +16,10 @@ import orjson
 
 from strata_cli import __version__
 from strata_cli.commands.logits_file import check_logits_file
-from strata_cli.commands.opening import STDIN_FILE, open_engine
+from strata_cli.commands.opening import open_engine
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import STDIN
+from strata_cli.commands.state_lines import file_of, open_lines, origin_of
 from strata_cli.config import StrataConfig
 from strata_cli.decisions.bulk import BulkCounts, BulkJob, Row, answer_line, run_bulk
 from strata_cli.decisions.bulk_input import InputLine, count_lines, read_lines
@@ -76,8 +77,8 @@ class BulkFlags:
         Raises:
             StrataError: naming the flag.
         """
-        lines = STDIN_FILE if str(self.jsonl) == STDIN else os.fspath(self.jsonl)
-        target = check_logits_file("--out", os.fspath(self.out), {"states' file": lines, **inputs})
+        inputs = {"states' file": file_of(self.jsonl), **inputs}
+        target = check_logits_file("--out", os.fspath(self.out), inputs)
         if target.target is None:
             raise InputError(
                 f"--out: {path_text(self.out)} is no regular file, and rows could not be resumed",
@@ -129,7 +130,7 @@ def decide_in_bulk(run: BulkRun) -> int:
     run.flags.check_ray(run.config)
     run.flags.check(run.inputs)
     with ExitStack() as stack:
-        lines_file = stack.enter_context(_open_lines(run.flags.jsonl))
+        lines_file = stack.enter_context(open_lines(run.flags.jsonl))
         if run.flags.ray:
             counts = _on_ray(run, lines_file)
         else:
@@ -176,7 +177,7 @@ def _answer_all(
     lines_file: BinaryIO,
     answer: Callable[[Iterator[InputLine]], Iterable[Row]],
 ) -> BulkCounts:
-    origin = "stdin" if str(run.flags.jsonl) == STDIN else path_text(run.flags.jsonl)
+    origin = origin_of(run.flags.jsonl)
     per_line, started = len(job.questions), time.perf_counter()
     num_lines = count_lines(lines_file) if lines_file.seekable() else 0
     done = BulkCounts(0, 0, 0)
@@ -237,14 +238,3 @@ def _rows(counts: BulkCounts) -> str:
 
 def _tell(text: str, out: Path) -> None:
     click.echo(f"strata: {path_text(out)}: {text}", err=True)
-
-
-def _open_lines(path: Path) -> BinaryIO:
-    try:
-        if str(path) == STDIN:
-            return os.fdopen(os.dup(0), "rb")
-        return open(path, "rb")
-    except OSError as error:
-        raise InputError(
-            f"cannot read {path_text(path)}: {error.strerror}", hint="check the path"
-        ) from error

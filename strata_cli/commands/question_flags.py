@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self, TypeVar
 
+import click
+
+from strata_cli.commands.options import written
 from strata_cli.commands.prompt import input_bytes
+from strata_cli.commands.prompt_flags import utf8_text
 from strata_cli.decisions import questions
 from strata_cli.decisions.question_file import parse_questions
 from strata_cli.decisions.questions import Question
 from strata_cli.errors import ConfigError, quoted
-from strata_cli.parsers import to_int
+from strata_cli.parsers import file_path, to_int
 
 DEFAULT_BINS = 5
+
+_FILE = written(file_path)
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +48,11 @@ class QuestionFlags:
     bins: str | None
     by_text: bool
     file: Path | None
+
+    @classmethod
+    def taken_from(cls, flags: dict[str, Any]) -> Self:
+        """Take the keyword arguments that question_options added to a command out of all."""
+        return cls(file=flags.pop("questions"), **{name: flags.pop(name) for name in _NAMES})
 
     def check(self) -> None:
         """Refuse flags that contradict each other, or say too little.
@@ -101,6 +115,58 @@ class QuestionFlags:
             "--scale": self.scale is not None,
         }
         return [flag for flag, is_given in flags.items() if is_given]
+
+
+_NAMES = ("question", "options", "yes_no", "levels", "scale", "bins", "by_text")
+_QUESTION_OPTIONS = (
+    click.option(
+        "-q", "--question", callback=utf8_text, metavar="TEXT", help="What is to be decided."
+    ),
+    click.option(
+        "-o",
+        "--option",
+        "options",
+        multiple=True,
+        callback=utf8_text,
+        metavar="TEXT",
+        help="An answer.",
+    ),
+    click.option("--yes-no", is_flag=True, help="The answers are yes and no."),
+    click.option(
+        "--score",
+        "levels",
+        multiple=True,
+        callback=utf8_text,
+        metavar="TEXT",
+        help="A level, lowest first; the answer is the expected one, from 0.",
+    ),
+    click.option(
+        "--scale",
+        nargs=2,
+        type=str,
+        metavar="LO HI",
+        help="The answer is a number from LO to HI, the expected one over equal bins.",
+    ),
+    click.option("--bins", metavar="N", help="Bins of the scale, 2 to 10.  [5]"),
+    click.option(
+        "--by-text",
+        is_flag=True,
+        help="Score each option by its own text, token by token; more than 26 always are.",
+    ),
+    click.option(
+        "--questions",
+        callback=_FILE,
+        metavar="FILE",
+        help="JSON (or .yaml) file with several questions by id; - is stdin.",
+    ),
+)
+
+
+def question_options(command: _Command) -> _Command:
+    """Decorate a command with the flags of QuestionFlags, in the order of the help."""
+    for option in reversed(_QUESTION_OPTIONS):
+        command = option(command)
+    return command
 
 
 def expected_option(text: str | None, asked: list[Question]) -> str | None:
