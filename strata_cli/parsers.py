@@ -235,7 +235,7 @@ def _to_secret(text: str) -> str:
 
 
 def _to_names(text: str) -> tuple[str, ...]:
-    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    parts = [part.strip() for part in text.split(",")]
     if not all(part.isprintable() and " " not in part for part in parts):
         raise ValueError("a name with a space")
     if not all(0 < len(part) <= LONGEST_TEXT for part in parts):
@@ -308,6 +308,7 @@ auto_or_boolean = or_word("auto", None, boolean)
 embedded_or_path = or_word("embedded", None, file_path)
 none_or_path = or_word("none", None, file_path)
 none_or_secret = or_word("none", None, secret)
+none_or_names = or_word("none", (), names)
 auto_or_path = or_word("auto", None, file_path)
 auto_or_slots = or_word("auto", None, whole_number(0))
 auto_or_ring = or_word("auto", 0, whole_number(1, 512))

@@ -316,6 +316,7 @@ def test_no_message_shows_a_secret(key: str) -> None:
 def test_names_are_written_with_commas_between() -> None:
     config = StrataConfig.load({"allowed_hosts": "a.example, .b.example"}, {})
     assert config.allowed_hosts == ("a.example", ".b.example")
-    assert StrataConfig.load({"allowed_hosts": ""}, {}).allowed_hosts == ()
-    with pytest.raises(ConfigError, match="--allowed-hosts must be names"):
-        StrataConfig.load({"allowed_hosts": "a,,b"}, {})
+    assert StrataConfig.load({"allowed_hosts": "none"}, {}).allowed_hosts == ()
+    for text in ("a,,b", "", "a b"):
+        with pytest.raises(ConfigError, match="--allowed-hosts must be none or names"):
+            StrataConfig.load({"allowed_hosts": text}, {})

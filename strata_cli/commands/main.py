@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, LazyCommand] = {
     "decide": LazyCommand(
         "strata_cli.commands.decide", "Answer questions with fixed options about a text."
     ),
+    "serve": LazyCommand("strata_cli.commands.serve", "Answer OpenAI's clients over HTTP."),
     "trace": LazyCommand(
         "strata_cli.commands.trace", "Show what reading a prompt did and when; time one setting."
     ),
