@@ -85,7 +85,7 @@ def routing_table(readings: Mapping[str, Reading], counts: Sequence[int]) -> str
     return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _WatchingForward(Forward):
     """A forward pass that keeps which experts every row of every layer was routed to.
 
