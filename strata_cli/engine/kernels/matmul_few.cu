@@ -221,18 +221,33 @@ struct Found {
 __device__ inline bool find_pairs(Found &found, const int *row_of, const int *expert_start,
                                   int experts, int columns, const long long *first_blobs,
                                   const long long *second_blobs) {
+    constexpr int AT_ONCE = 2;  // experts of a thread; every load is on its way before one is used
     wait_for_launches_ahead();
-    const int pair = expert_start[0] + blockIdx.x, all_pairs = expert_start[experts];
-    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        const int start = expert_start[e], end = expert_start[e + 1];
-        const long long first = first_blobs[e], second = second_blobs[e];
-        if (start > pair || pair >= end) continue;
-        found.blobs[0] = first, found.blobs[1] = second;
-        found.first = pair;
-        found.count = (pair - start) % columns ? 0 : min(columns, end - pair);
+    const int before = expert_start[0], all_pairs = expert_start[experts];
+    const int own = min(blockIdx.x + min(threadIdx.x, columns - 1), gridDim.x - 1);
+    int source = row_of[own];  // the right one where these are the first experts
+    const int pair = before + blockIdx.x;
+    for (int base = threadIdx.x; base < experts; base += AT_ONCE * blockDim.x) {
+        int start[AT_ONCE], end[AT_ONCE];
+        long long first[AT_ONCE], second[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int e = min(base + i * static_cast<int>(blockDim.x), experts - 1);
+            start[i] = expert_start[e], end[i] = expert_start[e + 1];
+            first[i] = first_blobs[e], second[i] = second_blobs[e];
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (start[i] > pair || pair >= end[i]) continue;
+            found.blobs[0] = first[i], found.blobs[1] = second[i];
+            found.first = pair;
+            found.count = (pair - start[i]) % columns ? 0 : min(columns, end[i] - pair);
+        }
     }
-    if (threadIdx.x < columns && pair + threadIdx.x < all_pairs)
-        found.source[threadIdx.x] = row_of[pair + threadIdx.x];
+    if (threadIdx.x < columns && pair + threadIdx.x < all_pairs) {
+        if (before || own != blockIdx.x + threadIdx.x) source = row_of[pair + threadIdx.x];
+        found.source[threadIdx.x] = source;
+    }
     if (pair >= all_pairs) return false;
     __syncthreads();
     return found.count > 0;
