@@ -91,11 +91,11 @@ class _WatchingForward(Forward):
 
     Attributes:
         device: where the model runs.
-        routed: per layer, the expert ids [tokens, k] of each pass in turn.
+        choices: per layer, the expert ids [tokens, k] of each pass in turn.
     """
 
     device: Device
-    routed: dict[int, list[NDArray[Any]]] = field(default_factory=dict)
+    choices: dict[int, list[NDArray[Any]]] = field(default_factory=dict)
 
     def layer(
         self,
@@ -108,7 +108,7 @@ class _WatchingForward(Forward):
         """Enqueue one layer, wait for it, and note its routing."""
         Forward.layer(self, index, layer, batch, x, feed)
         ids = self.workspace.take("expert_ids", batch.num_tokens)
-        self.routed.setdefault(index, []).append(download(self.device, self.stream, ids))
+        self.choices.setdefault(index, []).append(download(self.device, self.stream, ids))
 
 
 def _watch(engine: Engine) -> _WatchingForward:
@@ -134,10 +134,10 @@ def _start(ids: list[int], count: int) -> list[int]:
 def _read(
     engine: Engine, watching: _WatchingForward, ids: list[int], counts: Sequence[int]
 ) -> Reading:
-    watching.routed.clear()
+    watching.choices.clear()
     with engine.sequence() as sequence:
         logits = sequence.prefill(ids)
-    layers = [np.concatenate(watching.routed[layer]) for layer in range(engine.spec.num_layers)]
+    layers = [np.concatenate(watching.choices[layer]) for layer in range(engine.spec.num_layers)]
     num_experts = engine.spec.num_experts
     shares = [
         [1 - len(np.unique(routed[:count])) / num_experts for routed in layers] for count in counts
