@@ -202,6 +202,7 @@ def test_the_wait_for_the_processor_ends(
             raise KeyboardInterrupt
         event.synchronize()  # type: ignore[attr-defined]
 
+    streamer_of(engine).settle()
     thread = threading.Thread(target=end)
     thread.start()
     with monkeypatch.context() as patch, engine.sequence() as sequence:
