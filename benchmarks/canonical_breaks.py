@@ -97,9 +97,15 @@ def _sum_in_parts(
     upload(device, stream, out, changed)
 
 
+def share_prompts(options: EngineOptions, _top_k: int) -> EngineOptions:
+    """The host's processor computes half of a short prompt's experts that are not in slots."""
+    return replace(options, streaming=replace(options.streaming, cpu_share=0.5))
+
+
 BREAKS = {
-    "split": Break(
-        "sums that depend on how many rows a pass has", None, _split, _same, "in batches"
+    "split": Break("sums that depend on how many rows a pass has", None, _split, _same, "ABC"),
+    "cpu-share": Break(  # on the host, whose processor is the device, nothing differs
+        "the processor's share of prompts is left on", False, _nothing, share_prompts, "ABC"
     ),
     "tail-skip": Break(
         "the tail skip is left on", False, _nothing, skip_tail, "last token stepped"

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.canonical_breaks import BREAKS, Break, skip_tail
+from benchmarks.canonical_breaks import BREAKS, Break, share_prompts, skip_tail
 from benchmarks.canonical_protocol import (
     MANNERS,
     SMALL_SIZES,
@@ -90,6 +90,7 @@ SETTINGS: dict[str, Change] = {
     ),
     "experts stay put": lambda options, _facts: replace(options, adapt=STATIC),
     "tail skip": lambda options, facts: skip_tail(options, facts.top_k),
+    "processor's share": lambda options, facts: share_prompts(options, facts.top_k),
     "all resident": lambda options, _facts: replace(
         options, expert_cache=None, homes=Homes(ExpertHome.DEVICE)
     ),
