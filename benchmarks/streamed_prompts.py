@@ -1,10 +1,11 @@
 """What a streamed prompt costs, way by way, and that none of them changes a bit.
 
     PYTHONPATH=. python benchmarks/streamed_prompts.py MODEL.gguf [--device cuda:0]
-        [--slots N] [--lengths 1046,1979,4096,8192] [--prefill 8192] [--ring N] [--json FILE]
+        [--slots N | --vram-gib G] [--lengths 1046,1979,4096,8192] [--prefill 8192] [--ring N]
+        [--ways "all copied;likely, depth auto"] [--json FILE]
 
 First all experts are resident, where they fit: the logits that count, and the time that computing
-takes. Then an engine with --slots cache slots reads the same prompts in every way, in turn, so that
+takes. Then an engine with fewer cache slots reads the same prompts in every way, in turn, so that
 noise falls on all alike. A prompt's bound is the larger of the resident time and of its routed,
 not resident bytes over the link's rate, measured in the same run. One more read, not timed, finds
 these bytes: through a small ring only what is routed is copied.
@@ -109,7 +110,7 @@ def read(engine: Engine, ids: list[int]) -> tuple[NDArray[np.float32], float]:
 
 def streamer_of(engine: Engine) -> PromptStreamer:
     streamer = engine._streamer
-    assert streamer is not None, "every expert is resident: lower --slots"
+    assert streamer is not None, "every expert is resident: lower --slots or --vram-gib"
     return streamer
 
 
@@ -155,13 +156,14 @@ def bound_of(
 
 
 def reads_of(
-    engine: Engine, ids: list[int], bound: Bound, link: float, runs: int
+    engine: Engine, ids: list[int], bound: Bound, link: float, runs: int, ways: list[str]
 ) -> Iterator[Read]:
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
-    same = dict.fromkeys(WAYS, True)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    same = dict.fromkeys(ways, True)
     counts = {}
     for _ in range(runs):
-        for name, rules in WAYS.items():
+        for name in ways:
+            rules = WAYS[name]
             with way(engine, replace(rules, ring=streamer_of(engine)._rules.ring)) as streamer:
                 logits, taken = read(engine, ids)
                 seconds[name].append(taken)
@@ -195,7 +197,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--slots", type=int, default=512, help="of the expert cache")
+    parser.add_argument("--slots", type=int, help="of the expert cache; else as many as fit")
+    parser.add_argument(
+        "--vram-gib", type=float, default=0.0, help="device memory; 0: what is free"
+    )
+    parser.add_argument("--ways", help="those with these names, between semicolons; else all")
     parser.add_argument("--least-slots", type=int, default=128, help="that are not lent")
     parser.add_argument("--lengths", default="1046,1979,4096,8192")
     parser.add_argument("--prefill", type=int, default=8192)
@@ -214,7 +220,13 @@ def main() -> None:
         max_context=max(lengths) + 64,
         streaming=replace(PLAIN, ring=replace(PLAIN.ring, slots=arguments.ring)),
     )
-    cached = replace(resident, expert_cache=arguments.slots, least_slots=arguments.least_slots)
+    cached = replace(
+        resident,
+        expert_cache=arguments.slots,
+        least_slots=arguments.least_slots,
+        vram_bytes=int(arguments.vram_gib * (1 << 30)),
+    )
+    ways = arguments.ways.split(";") if arguments.ways else list(WAYS)
     with load_model_file(arguments.model) as model:
         vocab_size = model.spec.vocab_size
     prompts = [zipf_prompt(vocab_size, count, seed=1) for count in lengths]
@@ -224,7 +236,8 @@ def main() -> None:
         found = resident_reads(resident, prompts, arguments.runs)
     start = time.perf_counter()
     with Engine.open(cached) as engine:
-        print(f"opened in {time.perf_counter() - start:.1f} s")
+        slots = streamer_of(engine).setting.store.cache.num_slots
+        print(f"opened in {time.perf_counter() - start:.1f} s, {slots} slots")
         for ids, known in zip(prompts, found, strict=True):
             bound = bound_of(engine, ids, known)
             routed_s = bound.routed_bytes / link
@@ -233,7 +246,7 @@ def main() -> None:
                 f"resident {bound.routed_bytes / 1e9:.2f} of {bound.entry_bytes / 1e9:.2f} GB, "
                 f"{routed_s * 1e3:.1f} ms of the link"
             )
-            for row in reads_of(engine, ids, bound, link, arguments.runs):
+            for row in reads_of(engine, ids, bound, link, arguments.runs, ways):
                 rows.append(row)
                 print(
                     f"  {row.way:<20} {row.seconds * 1e3:8.1f} ms {row.tokens_per_s:9.0f} tokens/s "
