@@ -286,11 +286,14 @@ def test_what_adapts_is_as_if_the_read_had_not_been(streamed: Engine) -> None:
         sequence.prefill(TURNS[0])
         sequence.step(5)
         held = store_of(streamed).cache.pair_in.copy()
-        order = history.order()
+        order, depth = history.order(), vars(history.depth).copy()
         with streamed.canonical():
             sequence.reset()
             sequence.prefill(TURNS[1])
             assert (history.order() != order).any()
             sequence.step(5)
+            history.depth.polled(0, was_full=True)
+            assert vars(history.depth) != depth
         assert (history.order() == order).all()
+        assert vars(history.depth) == depth
         assert (store_of(streamed).cache.pair_in == held).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,11 +111,11 @@ class History:
     @contextmanager
     def unlearning(self) -> Iterator[None]:
         """Around chunks that those behind it learn nothing from."""
-        last_use = self._last_use
+        last_use, depth = self._last_use, copy(self.depth)
         try:
             yield
         finally:
-            self._last_use = last_use
+            self._last_use, self.depth = last_use, depth
 
     def add(self, stream: ChunkStream, *, is_typical: bool) -> None:
         """Take note of a chunk that is done, and expect the like of it if it is typical."""
