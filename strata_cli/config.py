@@ -155,6 +155,17 @@ class StrataConfig:
         "0 leaves out none. Never in canonical reads.",
         parse=whole_number(0),
     )
+    pcie_frac: float | None = setting(
+        1.0,
+        "Share of the experts that a step does not find in the cache which the GPU reads over its "
+        "link; processors compute the others. auto balances both. Always 1 in canonical reads.",
+        parse=auto_or_share,
+    )
+    pool_workers: int = setting(
+        0,
+        "Threads that compute them; auto is two fewer than there are processors.",
+        parse=auto_or_threads,
+    )
     prefill_stream_min: int = setting(
         1024,
         "Tokens of a prompt chunk from which on experts are copied ahead of their routing.",

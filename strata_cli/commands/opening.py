@@ -37,6 +37,8 @@ ENGINE_SETTINGS = (
     "adapt_every",
     "adapt_swaps",
     "adapt_decay",
+    "pcie_frac",
+    "pool_workers",
 )
 STDIN_FILE = "/dev/stdin"
 NO_FILES: Mapping[str, str] = {}

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.compiling import compile_ahead
 from strata_cli.engine.decode.residency import Residency
+from strata_cli.engine.decode.sharing import ShareRules, Sharing
 from strata_cli.engine.decode.step import Decoder
 from strata_cli.engine.device import RESERVE_BYTES, open_device
 from strata_cli.engine.device.base import Device, Stream
@@ -23,6 +24,7 @@ from strata_cli.engine.experts.adapting import AdaptRules
 from strata_cli.engine.experts.cache import LEAST_SLOTS
 from strata_cli.engine.experts.placing import ExpertHome
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
+from strata_cli.engine.experts.window_pool import WindowPool, pool_threads
 from strata_cli.engine.forward.branch import BranchRoom, new_branch_room
 from strata_cli.engine.forward.caching import CacheWishes
 from strata_cli.engine.forward.layers import Forward
@@ -88,6 +90,9 @@ class EngineOptions:
         adapt: when cached experts change places between device and host memory, as steps need.
         tail_skip: rank, from 0, from which on steps leave out experts that are not in the cache,
             unless they are canonical; 0: they leave out none.
+        link_share: share, 0..1, of the others that the device reads over its link; threads of the
+            host compute the rest, unless steps are canonical. None: so that both end together.
+        pool_threads: that do so; 0: automatic.
         streaming: how prompts come by the other experts.
         will_chat: start the chat template's process now, so that the first chat need not wait.
         compile_ahead: on a first start on the host, compile all kernels before the first read.
@@ -113,6 +118,8 @@ class EngineOptions:
     profile_save_every_s: float = SAVE_EVERY_S
     adapt: AdaptRules = DEFAULT_ADAPT
     tail_skip: int = 0
+    link_share: float | None = 1.0
+    pool_threads: int = 0
     streaming: StreamRules = DEFAULT_STREAMING
     will_chat: bool = False
     compile_ahead: bool = True
@@ -259,18 +266,20 @@ class Engine:
                 every_s = options.profile_save_every_s
                 learner = ProfileLearner(options.profile_save, profile, every_s)
                 resources.callback(learner.close)
+            sharing = _share(options, device, forward, loaded, resources)
             if loaded.store is not None or learner is not None:
                 residency = Residency(
                     device,
                     forward,
                     loaded.store,
                     options.adapt,
-                    tail_skip=options.tail_skip,
+                    sharing=sharing,
                     trace=options.trace,
                     learn=None if learner is None else learner.add_pairs,
                 )
                 resources.callback(residency.close)
                 resources.callback(stream.close)  # which writes into it
+                resources.callback(residency.abandon)  # so that the device waits for nobody
             return cls(
                 spec=model.spec,
                 model_name=name,
@@ -720,6 +729,25 @@ class Part(NamedTuple):
         """For the pass. Raises as Engine.read_together does."""
         self.sequence._check(self.ids)
         return Piece(self.sequence._state, self.ids, self.wants_logits, self.take_rows)
+
+
+def _share(
+    options: EngineOptions, device: Device, forward: Forward, loaded: Loaded, resources: ExitStack
+) -> Sharing | None:
+    """What shares misses out, if that is wanted and there may be any."""
+    store, top_k = loaded.store, forward.spec.num_experts_per_tok
+    rules = ShareRules(options.tail_skip, options.link_share)
+    leaves_out = 0 < rules.tail_skip < top_k
+    if store is None or not (leaves_out or rules.has_pool):
+        return None
+    if store.cache.num_slots == store.num_layers * store.num_experts or not store.is_pinned.all():
+        return None
+    pool = None
+    if rules.has_pool:
+        num_threads = options.pool_threads or pool_threads()
+        pool = WindowPool(device, store.layouts, store.host_addresses, top_k, num_threads)
+        resources.callback(pool.close)
+    return Sharing(device, forward, store, rules, pool)
 
 
 def _announce_compiling(notice: Notice | None) -> None:

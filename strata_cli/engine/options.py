@@ -36,6 +36,8 @@ def engine_options(
         profile_save=config.expert_profile_save,
         profile_save_every_s=60 * config.expert_profile_save_every,
         tail_skip=config.route_tail_skip,
+        link_share=config.pcie_frac,
+        pool_threads=config.pool_workers,
         adapt=AdaptRules(config.adapt_every, config.adapt_swaps, config.adapt_decay),
         streaming=_streaming(config),
         will_chat=will_chat,

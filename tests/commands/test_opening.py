@@ -108,6 +108,13 @@ def test_the_tail_skip_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
     assert options_of(monkeypatch, route_tail_skip="7").tail_skip == 7
 
 
+def test_the_share_of_the_link_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_of(monkeypatch, pcie_frac="auto", pool_workers="3")
+    assert (options.link_share, options.pool_threads) == (None, 3)
+    assert options_of(monkeypatch, pcie_frac="0.25").link_share == 0.25
+    assert options_of(monkeypatch).link_share == 1
+
+
 def test_the_learned_profile_reaches_the_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

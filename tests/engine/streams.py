@@ -54,6 +54,7 @@ class Way:
         is_likely, keep, short: as in StreamRules.
         adapt: when experts change places.
         tail_skip: rank from which on steps leave out misses.
+        link_share: of the other misses, what the device reads.
         pinned: experts of each layer in page-locked memory; None: all.
         cpu: share of the host's processor, as in StreamRules. On a GPU it does change bits.
         fetch: slots that steps fetch experts into; None: some on a GPU, none on the host.
@@ -70,6 +71,7 @@ class Way:
     short: int = 8
     adapt: AdaptRules = STATIC
     tail_skip: int = 0
+    link_share: float | None = 1.0
     pinned: int | None = None
     cpu: float | None = 0.0
     fetch: int | None = None
@@ -99,6 +101,8 @@ class Way:
                 least_slots=self.least,
                 adapt=self.adapt,
                 tail_skip=self.tail_skip,
+                link_share=self.link_share,
+                pool_threads=2,
                 pinned_bytes=pinned_bytes,
                 fetch_slots=self.fetch,
                 streaming=rules,

@@ -14,6 +14,7 @@ from strata_cli.engine.kernels.splitting import (
     SlotRange,
     clear_rows,
     clear_rows_reference,
+    count_places,
     split_pairs,
     split_pairs_reference,
 )
@@ -84,6 +85,14 @@ def test_any_window(lab: Lab, data: st.DataObject) -> None:
     share, least = data.draw(st.integers(0, SHARES)), data.draw(st.integers(0, top_k))
     expected = split_pairs_reference(ids, blobs, share, SLOTS, least)
     assert run(lab, ids, blobs, share, least) == expected.tolist()
+
+
+def test_what_layers_place_elsewhere_is_counted_once_for_each_expert() -> None:
+    ids = np.array([[[1, 2], [2, 1]], [[4, 5], [0, 4]]], I32)
+    blobs = np.stack([addresses(HITS), addresses(HITS)])
+    assert count_places(ids, blobs, 0, SLOTS, 2) == (4, 0)
+    assert count_places(ids, blobs, SHARES, SLOTS, 1) == (0, 1)
+    assert count_places(ids, blobs, SHARES // 2, SLOTS, 0) == (0, 4)
 
 
 @pytest.mark.parametrize("size", [4, 7, 600])

@@ -15,14 +15,14 @@ from typing import Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.decode.sharing import Sharing
 from strata_cli.engine.device.base import Device, Tensor
 from strata_cli.engine.experts.adapting import AdaptRules, plan_swaps
 from strata_cli.engine.experts.cache import NOT_RESIDENT
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.experts.store import ExpertStore
-from strata_cli.engine.forward.feeding import ExpertFeed, ResidentFeed, Split
+from strata_cli.engine.forward.feeding import ExpertFeed
 from strata_cli.engine.forward.layers import Forward
-from strata_cli.engine.kernels.splitting import SHARES, places_of
 from strata_cli.engine.trace import NO_TRACE, Trace
 
 Learn: TypeAlias = Callable[[NDArray[np.int64]], None]
@@ -40,7 +40,7 @@ class Residency:
         forward: runs the windows.
         store: of the experts; None: all are where kernels read them at full speed.
         rules: when experts change places.
-        tail_skip: rank, from 0, from which on misses are left out; 0: none is.
+        sharing: who computes misses where not all of them are the device's; None: they are.
         trace: told of windows and swaps.
         learn: called with the pairs, layer * E + expert, of each window, int64 [n].
 
@@ -56,7 +56,7 @@ class Residency:
         store: ExpertStore | None,
         rules: AdaptRules,
         *,
-        tail_skip: int = 0,
+        sharing: Sharing | None = None,
         trace: Trace = NO_TRACE,
         learn: Learn | None = None,
     ) -> None:
@@ -73,14 +73,7 @@ class Residency:
         routed = forward.routed(self.most_rows)
         self._room = device.allocate_pinned(max(routed.nbytes, 1))
         self._use = np.zeros(shape, np.float32)
-        self._split: Split | None = None
-        is_any_outside = (
-            store is not None and store.cache.num_slots < spec.num_layers * spec.num_experts
-        )
-        if store is not None and is_any_outside and 0 < tail_skip < spec.num_experts_per_tok:
-            share = device.resident(np.array([SHARES], np.int32).view(np.uint8))
-            link_share = Tensor.over(share, (1,), np.int32)
-            self._split = Split(store.cache.slot_range, link_share, tail_skip)
+        self._sharing = sharing
         self._resident = np.ones(shape, np.bool_)
         self._addresses: NDArray[np.int64] | None = None
         self._windows = 0
@@ -89,23 +82,32 @@ class Residency:
 
     @property
     def deviates(self) -> bool:
-        """Whether a window may leave something out, unless it is to be exact."""
-        return self._split is not None
+        """Whether a window may compute otherwise than an exact one does."""
+        return self._sharing is not None
 
     def feed(self, num_rows: int) -> ExpertFeed | None:
         """What a window that need not be exact gets its experts from; None: they are as placed."""
-        if self._split is None:
-            return None
-        experts = [layer.moe.experts for layer in self._forward.weights.layers]
-        num_pairs = num_rows * self._forward.spec.num_experts_per_tok
-        return ResidentFeed(experts, num_pairs, self._split)
+        return None if self._sharing is None else self._sharing.feed(num_rows)
 
-    def begin(self) -> None:
+    def enqueue_orders(self, num_rows: int) -> None:
+        """Ahead of the layers of a pass that is recorded with feed()."""
+        if self._sharing is not None:
+            self._sharing.enqueue_orders(num_rows)
+
+    def begin(self, num_rows: int = 1, *, is_exact: bool = True) -> None:
         """Before a window: swaps that have landed count from now on.
 
+        Args:
+            num_rows: of the window.
+            is_exact: whether it is run without feed().
+
         Raises:
-            DeviceError: a copy failed.
+            DeviceError: a copy failed, or what an interrupt left does not end.
         """
+        if self._sharing is not None:
+            self._sharing.settle(self._forward.stream)
+            if not is_exact:
+                self._sharing.open(num_rows)
         if self._store is None:
             return
         cache = self._store.cache
@@ -127,6 +129,8 @@ class Residency:
         Raises:
             DeviceError: a copy cannot be started.
         """
+        if self._sharing is not None:
+            self._sharing.start()
         if self._store is None or not self._is_due or self._pauses:
             return
         self._is_due = False
@@ -150,17 +154,13 @@ class Residency:
         Args:
             num_rows: of the window.
             is_exact: whether it was run without feed().
+
+        Raises:
+            DeviceError: its results are not whole.
         """
-        pairs = self._pairs(num_rows)
-        hits = int(np.count_nonzero(self._resident.reshape(-1)[pairs]))
-        dropped = 0 if is_exact else self._count_dropped(num_rows)
-        counts = ResidencyCounts(
-            windows=1,
-            routed=pairs.size,
-            hits=hits,
-            pcie=pairs.size - hits - dropped,
-            dropped=dropped,
-        )
+        if self._sharing is not None:
+            self._sharing.finish()
+        counts, pairs = self._count(num_rows, is_exact=is_exact), self._pairs(num_rows)
         self.counts += counts
         self._trace.event(
             "window.experts",
@@ -179,6 +179,10 @@ class Residency:
             self._is_due = True
         if self._learn is not None:
             self._learn(pairs)
+
+    def abandon(self) -> bool:
+        """When a window was interrupted or failed: whether its results are not whole."""
+        return self._sharing is not None and self._sharing.abandon()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -209,15 +213,14 @@ class Residency:
         routed = self._forward.routed(num_rows)
         return Tensor.over(self._room, routed.shape, routed.dtype)
 
-    def _count_dropped(self, num_rows: int) -> int:
-        """Distinct pairs that a window left out."""
-        if self._split is None or self._addresses is None:
-            return 0
-        dropped = 0
-        for ids, addresses in zip(self._on_host(num_rows).numpy(), self._addresses, strict=True):
-            places = places_of(ids, addresses, SHARES, self._split.slots, self._split.least_dropped)
-            dropped += np.unique(ids[places == self._num_experts + 1]).size
-        return dropped
+    def _count(self, num_rows: int, *, is_exact: bool) -> ResidencyCounts:
+        """What became of the experts of a window."""
+        pairs, others = self._pairs(num_rows), ResidencyCounts()
+        hits = int(np.count_nonzero(self._resident.reshape(-1)[pairs]))
+        if not is_exact and self._sharing is not None and self._addresses is not None:
+            others = self._sharing.count(self._on_host(num_rows).numpy(), self._addresses)
+        pcie = pairs.size - hits - others.cpu - others.dropped
+        return others + ResidencyCounts(windows=1, routed=pairs.size, hits=hits, pcie=pcie)
 
     def _pairs(self, num_rows: int) -> NDArray[np.int64]:
         """Distinct pairs that a window routed to."""

@@ -69,19 +69,25 @@ class Decoder:
         batch = Batch(num, tuple(Segment(state, row, row + 1) for row, state in enumerate(states)))
         for state in states:  # all, before the pass of any is begun
             state.require_consistent()
-        if residency is not None:
-            residency.begin()
-        with ExitStack() as passes:
-            for state, token_id in zip(states, ids, strict=True):
-                passes.enter_context(advancing(state, [token_id], is_exact=is_exact))
-            port.stage(ids, positions_of(batch))
-            self._forward.stream.replay(self._graph(batch, is_exact=is_exact))
-            port.mark_inputs()
-        if residency is not None:
-            residency.launched()
-        rows = port.read_logits(num)
-        if residency is not None:
-            residency.end(num, is_exact=is_exact)
+        try:
+            if residency is not None:
+                residency.begin(num, is_exact=is_exact)
+            with ExitStack() as passes:
+                for state, token_id in zip(states, ids, strict=True):
+                    passes.enter_context(advancing(state, [token_id], is_exact=is_exact))
+                port.stage(ids, positions_of(batch))
+                self._forward.stream.replay(self._graph(batch, is_exact=is_exact))
+                port.mark_inputs()
+            if residency is not None:
+                residency.launched()
+            rows = port.read_logits(num)
+            if residency is not None:
+                residency.end(num, is_exact=is_exact)
+        except BaseException:
+            if residency is not None and residency.abandon():
+                for state in states:
+                    state.is_consistent = False
+            raise
         return rows
 
     def forget(self, state: SequenceState) -> None:
@@ -117,6 +123,8 @@ class Decoder:
         num = batch.num_tokens
         with self._forward.stream.capture() as graph:
             self._port.enqueue_inputs(num)
+            if feed is not None and self._residency is not None:
+                self._residency.enqueue_orders(num)
             self._forward.run(batch, feed=feed)
             if self._residency is not None:
                 self._residency.enqueue_routing(num)

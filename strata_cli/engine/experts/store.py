@@ -126,6 +126,14 @@ class ExpertStore:
             return store
 
     @property
+    def host_addresses(self) -> NDArray[np.int64]:
+        """Where this process finds each pinned expert's blob, [L, E]; 0: it is not pinned."""
+        ids = np.arange(self.num_experts)
+        rows = [blobs.numpy().ctypes.data + ids * blobs.shape[1] for blobs in self.blobs.layers]
+        addresses: NDArray[np.int64] = np.where(self.is_pinned, rows, 0)
+        return addresses
+
+    @property
     def link_gbps(self) -> float:
         """Rate of the fastest copies from host memory so far, in GB/s; 0: unknown."""
         return self._uploader.link_gbps

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.experts.resident import ExpertMatrices
+from strata_cli.engine.kernels.mailbox import Mailbox
 from strata_cli.engine.kernels.splitting import SlotRange
 
 
@@ -17,11 +18,15 @@ class Split(NamedTuple):
         slots: where the device finds hits.
         link_share: of the misses that the device reads over its link, see split_pairs(); int32 [1].
         least_dropped: a miss that all tokens rank here or later is left out; at least k: none is.
+        mailbox: that the host's pairs go through; None: there are none.
+        patience_ns: for the host's rows of a layer.
     """
 
     slots: SlotRange
     link_share: Tensor
     least_dropped: int
+    mailbox: Mailbox | None = None
+    patience_ns: int = 0
 
 
 class RankedExperts(NamedTuple):

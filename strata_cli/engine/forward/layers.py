@@ -40,6 +40,7 @@ from strata_cli.engine.kernels import attention as attention_kernels
 from strata_cli.engine.kernels import gdn as gdn_kernels
 from strata_cli.engine.kernels import hyper, indexer, moe, ngram, rope
 from strata_cli.engine.kernels.embed import embed_streams
+from strata_cli.engine.kernels.mailbox import post_pairs, take_rows
 from strata_cli.engine.kernels.matmul import FEW_TOKENS, grouped_matmul, matmul, round_rows
 from strata_cli.engine.kernels.matmul_gated import (
     can_gate,
@@ -412,6 +413,8 @@ class Forward:
         else:
             moe.route(stream, router, ids, places)
             start = self._share_out(experts, split, ids, row_of, pair_of)
+            if split.mailbox is not None:
+                post_pairs(stream, index, ids, pair_of, start, read.values, split.mailbox)
         expert_out = take("expert_out", row_of.shape[0])
         feed.publish(index, start, PairRows(read.values, row_of, expert_out))
         if is_few and rank_of is None and self.fetcher is not None:
@@ -429,8 +432,7 @@ class Forward:
             self._routed(experts, read, row_of, start, group)
         out = take("out", num)
         if split is not None:
-            dropped = start.rows(start.size - 2, start.size)
-            clear_rows(stream, dropped, expert_out)
+            self._take_the_others(index, split, start, expert_out)
         moe.combine(stream, expert_out, pair_of, places, shared_out, shared_logit, out)
         return out
 
@@ -448,6 +450,14 @@ class Forward:
         split_pairs(self.stream, ids, blobs, share, split.slots, least_dropped, ranks)
         moe.order_by_expert(self.stream, ranks, start, row_of, pair_of)
         return start
+
+    def _take_the_others(self, index: int, split: Split, start: Tensor, expert_out: Tensor) -> None:
+        """Enqueue the rows of the pairs that the device does not compute."""
+        if split.mailbox is None:
+            clear_rows(self.stream, start.rows(start.size - 2, start.size), expert_out)
+            return
+        box, patience_ns = split.mailbox, split.patience_ns
+        take_rows(self.stream, index, start, box, patience_ns, expert_out)
 
     def _routed(
         self,

@@ -72,7 +72,7 @@ _PADDED_COLS = 512
 
 
 @nogil_jit
-def _product_items(
+def product_items(
     begin: int,
     end: int,
     x: int,
@@ -153,7 +153,7 @@ def _address(array: NDArray[Any]) -> int:
     return address
 
 
-def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
     """As the one kind of array that the product is compiled for."""
     view = array.view()
     view.flags.writeable = False
@@ -168,9 +168,9 @@ def _bind_matmul(
     blobs = np.full(blocks, _address(data), np.int64)
     return (
         _address(x),
-        _read_only(_identity(tokens)),
-        _read_only(start),
-        _read_only(blobs),
+        read_only(_identity(tokens)),
+        read_only(start),
+        read_only(blobs),
         0,
         blocks,
         _address(out),
@@ -187,7 +187,7 @@ def _matmul_reference(x: Floats, data: Bytes, qtype: QuantType, rows: int) -> Fl
     return (x.astype(np.float64) @ weights.T.astype(np.float64)).astype(np.float32)
 
 
-MATMUL = Kernel("matmul", _product_items, _matmul_reference, bind=_bind_matmul)
+MATMUL = Kernel("matmul", product_items, _matmul_reference, bind=_bind_matmul)
 
 
 def _bind_matmul_many(x: Floats, _rounded: Halves, *args: Any) -> tuple[Any, ...]:
@@ -255,7 +255,7 @@ def _kernel(
     bind: Callable[..., tuple[Any, ...]], reference: Callable[..., Any], unit: Unit
 ) -> Kernel:
     name = unit.function
-    return Kernel(name, _product_items, reference, unit.source, name, unit.defines, bind)
+    return Kernel(name, product_items, reference, unit.source, name, unit.defines, bind)
 
 
 def _round_rows(_begin: int, _end: int, _x: Floats, _rounded: Halves) -> None:
@@ -305,9 +305,9 @@ def _bind_grouped(
     """Every item goes through all experts: equal work for each thread whatever the routing."""
     return (
         _address(x),
-        _read_only(row_of),
-        _read_only(expert_start),
-        _read_only(blobs),
+        read_only(row_of),
+        read_only(expert_start),
+        read_only(blobs),
         offset_bytes,
         1,
         _address(out),
@@ -329,7 +329,7 @@ def _grouped_reference(
     return out
 
 
-GROUPED_MATMUL = Kernel("grouped_matmul", _product_items, _grouped_reference, bind=_bind_grouped)
+GROUPED_MATMUL = Kernel("grouped_matmul", product_items, _grouped_reference, bind=_bind_grouped)
 
 
 def _bind_grouped_many(x: Floats, _rounded: Halves, *args: Any) -> tuple[Any, ...]:

@@ -34,6 +34,13 @@ class SlotRange(NamedTuple):
     end: int
 
 
+class PlaceCounts(NamedTuple):
+    """Distinct experts that the host's processor computes, and that are left out."""
+
+    hosts: int
+    dropped: int
+
+
 def split_pairs(
     stream: Stream,
     ids: Tensor,
@@ -83,13 +90,22 @@ def split_pairs(
     )
 
 
-def places_of(
+def count_places(
     ids: Ints, blobs: Longs, link_share: int, slots: SlotRange, least_dropped: int
-) -> Ints:
-    """What split_pairs writes, found on the host: ids [T, k], blobs [E] -> places [T, k]."""
-    places, share = np.empty_like(ids), np.array([link_share], I32)
-    _split_pairs(0, 1, ids, blobs, share, slots.first, slots.end, least_dropped, places)
-    return places
+) -> PlaceCounts:
+    """Distinct experts that split_pairs places elsewhere in the layers of a window, on the host.
+
+    Args:
+        ids: experts of each layer's tokens, [L, T, k].
+        blobs: where the device finds each layer's experts, [L, E].
+        link_share: as of split_pairs.
+        slots: as of split_pairs.
+        least_dropped: as of split_pairs.
+    """
+    counts, share = np.zeros(2, np.int64), np.array([link_share], I32)
+    places = np.empty(ids.shape[1:], I32)
+    _count_places(ids, blobs, share, slots.first, slots.end, least_dropped, places, counts)
+    return PlaceCounts(int(counts[0]), int(counts[1]))
 
 
 def clear_rows(stream: Stream, bounds: Tensor, rows: Tensor) -> None:
@@ -185,6 +201,30 @@ def _split_pairs(
                     left -= 1
                     if left < 0:
                         _place(ids, expert, expert, places)
+
+
+@nogil_jit
+def _count_places(
+    ids: Ints,
+    blobs: Longs,
+    link_share: Ints,
+    first_slot: int,
+    end_slots: int,
+    least_dropped: int,
+    places: Ints,
+    counts: Longs,
+) -> None:
+    num_experts = blobs.shape[1]
+    for layer in range(ids.shape[0]):
+        own = ids[layer]
+        _split_pairs(
+            0, 1, own, blobs[layer], link_share, first_slot, end_slots, least_dropped, places
+        )
+        for token in range(own.shape[0]):
+            for rank in range(own.shape[1]):
+                place = places[token, rank] - num_experts
+                if place >= 0 and _is_first(own, token, rank):
+                    counts[place] += 1
 
 
 @nogil_jit

@@ -1,0 +1,334 @@
+"""A window's experts on the host's processor: what each thread of the pool runs, compiled.
+
+Threads go through the layers side by side. In each they wait until its pairs are posted, share the
+tiles of gate and up, then the rows of the activation, then the tiles of down: a thread takes the
+next piece from a counter, and goes on when all pieces are done. Whoever comes late finds nothing
+left to take, so a layer's mailbox is read by those alone who compute for it. Bits are those of the
+host's products, whoever computes what.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_cli.engine.kernels.atomics import fetch_add, monotonic_ns, store_release
+from strata_cli.engine.kernels.dequant import dequantizer
+from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
+from strata_cli.engine.kernels.mailbox import Mailbox, await_number
+from strata_cli.engine.kernels.matmul import ROW_TILE, product_items, read_only
+from strata_cli.engine.kernels.pointers import address_of
+from strata_cli.engine.kernels.rows import compile_small, swiglu_row
+from strata_cli.engine.kernels.weight import WeightLayout
+from strata_cli.engine.model.quants import row_bytes
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+
+GATE, UP, DOWN = 0, 1, 2
+FIELDS = 7  # of a matrix, see matrix_fields
+COUNTERS = 8  # of a layer: taken and done, of three stages
+DONE, STOPPED = 0, 1
+
+
+class HostLayers(NamedTuple):
+    """Where compiled code finds the experts of every layer.
+
+    Attributes:
+        blobs: address of each expert's blob in host memory, int64 [L, E]; 0: not there.
+        matrices: see matrix_fields, int64 [L, 3, FIELDS]: gate, up, down.
+    """
+
+    blobs: Longs
+    matrices: Longs
+
+
+class Scratch(NamedTuple):
+    """Memory of a pool beside the mailbox.
+
+    Attributes:
+        counters: int64 [L, COUNTERS]; zero before a window.
+        gate, up: float32 [P, F].
+        times: int64 [2]: nanoseconds and experts of what was computed, added up.
+    """
+
+    counters: Longs
+    gate: Floats
+    up: Floats
+    times: Longs
+
+
+class OwnScratch(NamedTuple):
+    """Memory of one thread: the pairs of a layer by expert.
+
+    Attributes:
+        start: first pair of each distinct expert, int32 [P + 1].
+        blobs: address of each, int64 [P].
+        rows: token of each pair, int32 [P].
+        numbers: 0, 1, ..., int32 [P].
+        place: where each posted pair went, int32 [P].
+    """
+
+    start: Ints
+    blobs: Longs
+    rows: Ints
+    numbers: Ints
+    place: Ints
+
+
+def matrix_fields(layout: WeightLayout) -> list[int]:
+    """A matrix as compiled code takes it: offset, rows, columns, bytes of a row, its decoder."""
+    nbytes = row_bytes(layout.qtype, layout.cols)
+    return [layout.offset_bytes, layout.rows, layout.cols, nbytes, *dequantizer(layout.qtype)]
+
+
+def new_scratch(num_layers: int, pairs: int, width: int) -> Scratch:
+    """For windows of so many pairs, and experts of at most this width."""
+    counters = np.zeros((num_layers, COUNTERS), np.int64)
+    gate, up = (np.zeros((pairs, width), np.float32) for _ in range(2))
+    return Scratch(counters, gate, up, np.zeros(2, np.int64))
+
+
+def own_scratch(pairs: int) -> OwnScratch:
+    """For windows of so many pairs."""
+    return OwnScratch(
+        start=np.zeros(pairs + 1, np.int32),
+        blobs=np.zeros(pairs, np.int64),
+        rows=np.zeros(pairs, np.int32),
+        numbers=np.arange(pairs, dtype=np.int32),
+        place=np.zeros(pairs, np.int32),
+    )
+
+
+def serve_window(
+    window: int,
+    mailbox: Mailbox,
+    layers: HostLayers,
+    scratch: Scratch,
+    own: OwnScratch,
+    patience_ns: int,
+) -> bool:
+    """Compute what one window posts, with the other threads of the pool. Holds no lock of Python.
+
+    Args:
+        window: its number.
+        mailbox: where it posts.
+        layers: the experts.
+        scratch: of the pool; its counters are zero when the first thread comes.
+        own: of this thread.
+        patience_ns: for each wait.
+
+    Returns:
+        False where the mailbox was stopped, or a wait took too long.
+    """
+    status = _serve_window(
+        window,
+        mailbox.posted.numpy(),
+        mailbox.done.numpy(),
+        mailbox.state.numpy(),
+        mailbox.counts.numpy(),
+        mailbox.experts.numpy(),
+        mailbox.rows.numpy(),
+        mailbox.x.numpy(),
+        mailbox.place.numpy(),
+        mailbox.out.numpy(),
+        layers.blobs,
+        layers.matrices,
+        scratch.counters,
+        scratch.gate,
+        scratch.up,
+        scratch.times,
+        own.start,
+        own.blobs,
+        own.rows,
+        own.place,
+        read_only(own.start),
+        read_only(own.blobs),
+        read_only(own.rows),
+        read_only(own.numbers),
+        patience_ns,
+    )
+    return status == DONE
+
+
+@inline_jit
+def _by_expert(
+    count: int,
+    experts: Ints,
+    rows: Ints,
+    blobs: Longs,
+    start: Ints,
+    own_blobs: Longs,
+    own_rows: Ints,
+    place: Ints,
+) -> int:
+    """Sort a layer's pairs by expert, in the order of first pairs; gives the number of experts."""
+    num, at = 0, 0
+    for pair in range(count):
+        is_first = True
+        for other in range(pair):
+            if experts[other] == experts[pair]:
+                is_first = False
+        if is_first:
+            own_blobs[num] = blobs[experts[pair]]
+            start[num] = at
+            num += 1
+            for other in range(pair, count):
+                if experts[other] == experts[pair]:
+                    own_rows[at] = rows[other]
+                    place[other] = at
+                    at += 1
+    start[num] = at
+    return num
+
+
+@inline_jit
+def _product(
+    tile: int, matrix: Longs, x: int, rows: Ints, start: Ints, blobs: Longs, out: int
+) -> None:
+    """One tile of rows of a matrix of each expert, for the expert's pairs."""
+    product_items(
+        tile,
+        tile + 1,
+        x,
+        rows,
+        start,
+        blobs,
+        matrix[0],
+        1,
+        out,
+        matrix[1],
+        matrix[2],
+        matrix[3],
+        matrix[4],
+        matrix[5],
+        matrix[6],
+    )
+
+
+@inline_jit
+def _tiles(matrix: Longs) -> int:
+    tiles: int = (matrix[1] + ROW_TILE - 1) // ROW_TILE
+    return tiles
+
+
+@inline_jit
+def _gate_and_up(
+    counter: int,
+    matrix: Longs,
+    x: int,
+    rows: Ints,
+    start: Ints,
+    blobs: Longs,
+    gate: int,
+    up: int,
+) -> int:
+    """This thread's share of both products; gives the number of pieces."""
+    half = _tiles(matrix[GATE])
+    total = half + _tiles(matrix[UP])
+    piece = fetch_add(counter, 1)
+    while piece < total:
+        if piece < half:
+            _product(piece, matrix[GATE], x, rows, start, blobs, gate)
+        else:
+            _product(piece - half, matrix[UP], x, rows, start, blobs, up)
+        fetch_add(counter + 8, 1)
+        piece = fetch_add(counter, 1)
+    return total
+
+
+@inline_jit
+def _activate(counter: int, count: int, width: int, gate: Floats, up: Floats) -> None:
+    """This thread's share of silu(gate) * up, in place of gate: a row at a time."""
+    row = fetch_add(counter, 1)
+    while row < count:
+        at = row * width
+        swiglu_row(gate, at, gate, at, up, at, width)
+        fetch_add(counter + 8, 1)
+        row = fetch_add(counter, 1)
+
+
+@inline_jit
+def _down(
+    counter: int,
+    matrix: Longs,
+    gate: int,
+    numbers: Ints,
+    start: Ints,
+    blobs: Longs,
+    out: int,
+) -> bool:
+    """This thread's share of the last product; True for the thread that ends it."""
+    total, is_last = _tiles(matrix), False
+    piece = fetch_add(counter, 1)
+    while piece < total:
+        _product(piece, matrix, gate, numbers, start, blobs, out)
+        is_last = fetch_add(counter + 8, 1) + 1 == total
+        piece = fetch_add(counter, 1)
+    return is_last
+
+
+@nogil_jit
+def _serve_window(
+    window: int,
+    posted: Ints,
+    done: Ints,
+    state: Ints,
+    counts: Ints,
+    experts: Ints,
+    rows: Ints,
+    x: Floats,
+    place: Ints,
+    out: Floats,
+    blobs: Longs,
+    matrices: Longs,
+    counters: Longs,
+    gate: Floats,
+    up: Floats,
+    times: Longs,
+    start: Ints,
+    own_blobs: Longs,
+    own_rows: Ints,
+    own_place: Ints,
+    starts: Ints,
+    addresses: Longs,
+    tokens: Ints,
+    numbers: Ints,
+    patience_ns: int,
+) -> int:
+    """What serve_window runs.
+
+    ``starts``, ``addresses`` and ``tokens`` are start, own_blobs and own_rows once more, as the
+    read-only arrays that the product is compiled for.
+    """
+    compile_small()
+    stop = address_of(state)
+    gates, ups = address_of(gate), address_of(up)
+    for layer in range(posted.shape[0]):
+        if not await_number(address_of(posted[layer]), window, stop, patience_ns):
+            return STOPPED
+        count = counts[layer, 0]
+        if count == 0:
+            continue
+        began = monotonic_ns()
+        num = _by_expert(
+            count, experts[layer], rows[layer], blobs[layer], start, own_blobs, own_rows, own_place
+        )
+        own_start, own = starts[: num + 1], addresses[:num]
+        matrix, counter = matrices[layer], address_of(counters[layer])
+        total = _gate_and_up(counter, matrix, address_of(x), tokens, own_start, own, gates, ups)
+        if not await_number(counter + 8, total, stop, patience_ns):
+            return STOPPED
+        _activate(counter + 16, count, matrix[GATE, 1], gate, up)
+        if not await_number(counter + 24, count, stop, patience_ns):
+            return STOPPED
+        if _down(counter + 32, matrix[DOWN], gates, numbers, own_start, own, address_of(out)):
+            for pair in range(count):
+                place[layer, pair] = own_place[pair]
+            times[0] += monotonic_ns() - began
+            times[1] += num
+            store_release(address_of(done[layer]), window)
+    return DONE
