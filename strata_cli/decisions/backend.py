@@ -154,14 +154,17 @@ class EngineBackend:
         paths = ended([tuple(self.tokenizer.continuation(prompt, text)) for text in options])
         self._check_room(len(ids) + max(map(len, paths)) - 1)
 
-        def read(nodes: Sequence[TokenPath]) -> list[NDArray[np.float32]]:
-            self._prompt_tokens += sum(len(ids) + len(node) for node in nodes)
+        def read(branches: Sequence[TokenPath]) -> list[NDArray[np.float32]]:
+            self._prompt_tokens += sum(
+                len(branch) * len(ids) + len(branch) * (len(branch) + 1) // 2 or len(ids)
+                for branch in branches
+            )
             if not self._reuse:
-                whole = [[*ids, *node] for node in nodes]
-                return [self._session.read(one, reuse=False).logits for one in whole]
-            if nodes[0] == ():
-                return [self._session.read(ids).logits]
-            return self._session.score_suffixes(ids, [list(node) for node in nodes])
+                return [np.stack(self._anew(ids, branch)) for branch in branches]
+            if branches[0] == ():
+                return [self._session.read(ids).logits[None]]
+            suffixes = [list(branch) for branch in branches]
+            return self._session.score_suffixes(ids, suffixes, logits="all")
 
         engine = self._engine
         most_rows = max(1, LOGIT_BYTES // (4 * engine.spec.vocab_size))
@@ -182,6 +185,12 @@ class EngineBackend:
             return [self._session.read(ids, reuse=False).logits for ids in prompts]
         prefix = _common_prefix(prompts)
         return self._session.score_suffixes(prefix, [ids[len(prefix) :] for ids in prompts])
+
+    def _anew(self, ids: list[int], branch: TokenPath) -> list[NDArray[np.float32]]:
+        """The rows of a branch behind a prompt, each by a read of its own."""
+        stops = range(1, len(branch) + 1) if branch else [0]
+        prompts = [[*ids, *branch[:stop]] for stop in stops]
+        return [self._session.read(prompt, reuse=False).logits for prompt in prompts]
 
     def _encode(self, prompts: Sequence[str]) -> list[list[int]]:
         encoded = [self.tokenizer.prompt_ids(prompt) for prompt in prompts]

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.kernels.head import log_softmax_row
+from strata_cli.engine.prefill.branches import plan_batches
 
 TokenPath: TypeAlias = tuple[int, ...]
 
@@ -85,15 +85,18 @@ def ended(paths: Sequence[TokenPath]) -> list[TokenPath]:
 
 
 def branching(paths: Sequence[TokenPath]) -> dict[TokenPath, list[int]]:
-    """The trie of the paths: for each beginning that goes on, the root () first, its next tokens.
-
-    Its keys are what has to be read behind the prompt; beginnings that paths share are there once.
-    """
+    """The trie of paths: for each beginning that goes on, the root () first, its next tokens."""
     followers: dict[TokenPath, dict[int, None]] = {(): {}}
     for path in paths:
         for stop, token in enumerate(path):
             followers.setdefault(path[:stop], {})[token] = None
     return {node: list(tokens) for node, tokens in followers.items()}
+
+
+def branches_of(nodes: Collection[TokenPath]) -> list[TokenPath]:
+    """The nodes of a trie that begin no other: reading these reads all of them."""
+    begun = {node[:stop] for node in nodes for stop in range(len(node))}
+    return [node for node in nodes if node and node not in begun]
 
 
 def score_paths(
@@ -106,18 +109,26 @@ def score_paths(
 
     Args:
         paths: from ended(); each at least one token.
-        read: gives the logits [V] behind each of some beginnings; the root comes by itself, first.
-        most_rows: beginnings to ask for at once.
+        read: gives for each of some branches the logits [its tokens, V] behind its tokens; () comes
+            first and by itself, for those [1, V] behind the prompt.
+        most_rows: rows to ask for at once; a longer branch comes by itself.
         end_ids: tokens that end an answer.
     """
     followers = branching(paths)
-    nodes, steps = list(followers), dict[TokenPath, Mapping[int, float]]()
-    starts = [0, *range(1, len(nodes), most_rows)]
-    for start, stop in pairwise([*starts, len(nodes)]):
-        some = nodes[start:stop]
-        for node, logits in zip(some, read(some), strict=True):
+    steps = dict[TokenPath, Mapping[int, float]]()
+
+    def keep(node: TokenPath, logits: NDArray[np.float32]) -> None:
+        if node not in steps:
             logprobs = log_softmax_row(logits)
             steps[node] = {token: _step(logprobs, token, end_ids) for token in followers[node]}
+
+    keep((), read([()])[0][0])
+    branches = branches_of(followers)
+    for part in plan_batches([len(branch) for branch in branches], most_rows):
+        some = [branches[index] for index in part]
+        for branch, rows in zip(some, read(some), strict=True):
+            for stop, row in enumerate(rows, 1):
+                keep(branch[:stop], row)
     scores = [
         math.fsum(steps[path[:stop]][token] for stop, token in enumerate(path)) for path in paths
     ]

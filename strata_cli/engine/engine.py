@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -588,6 +588,7 @@ class Sequence:
         self,
         suffixes: list[list[int]],
         *,
+        logits: Literal["last", "all"] = "last",
         cancellation: Cancellation = NEVER,
     ) -> list[NDArray[np.float32]]:
         """Read each suffix as if the sequence went on by it alone; the sequence stays as it is.
@@ -596,11 +597,12 @@ class Sequence:
 
         Args:
             suffixes: each at least one token.
+            logits: which rows' logits to return.
             cancellation: ends it between two passes, or while one waits for its experts.
 
         Returns:
-            For each suffix the logits [V] of its last token, equal in every bit to those that
-            prefill(suffix) returns.
+            For each suffix "last": the logits [V] of its last token; "all": [its tokens, V]; equal
+            in every bit to those that prefill(suffix) returns.
 
         Raises:
             InputError: a suffix is empty, has an id outside the vocabulary or does not fit the
@@ -624,6 +626,7 @@ class Sequence:
                 self._state,
                 engine._branch_room(),
                 suffixes,
+                wanted=logits,
                 is_exact=engine._is_exact,
                 watch=engine._watch,
                 streamer=engine._streamer,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ids
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,16 +153,18 @@ class Session:
         prefix_ids: list[int],
         suffixes: list[list[int]],
         *,
+        logits: Literal["last", "all"] = "last",
         reuse: bool = True,
         cancellation: Cancellation = NEVER,
     ) -> list[NDArray[np.float32]]:
-        """The logits [V] after the prefix and each suffix; the prefix is read once at most.
+        """The logits after the prefix and each suffix; the prefix is read once at most.
 
         The live sequence holds the prefix, and nothing else, afterwards.
 
         Args:
             prefix_ids: may be empty.
             suffixes: each at least one token.
+            logits: which of a suffix's rows; see Sequence.score.
             reuse: False reads the prefix anew.
             cancellation: see Sequence.prefill and Sequence.score.
 
@@ -172,7 +174,7 @@ class Session:
         """
         self.read_prefix(prefix_ids, reuse=reuse, cancellation=cancellation)
         with self._manner():
-            rows = self.sequence.score(suffixes, cancellation=cancellation)
+            rows = self.sequence.score(suffixes, logits=logits, cancellation=cancellation)
         self.read_tokens += sum(map(len, suffixes))
         return rows
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from strata_cli.decisions import questions
 from strata_cli.decisions.backend import EngineBackend
 from strata_cli.decisions.decider import Decider, DecisionRules
-from strata_cli.decisions.paths import END, TokenPath, branching, ended, score_paths
+from strata_cli.decisions.paths import END, TokenPath, branches_of, branching, ended, score_paths
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.kernels.head import log_softmax_row
 from strata_cli.errors import InputError
@@ -29,7 +29,9 @@ def step(engine: Engine, ids: list[int]) -> np.ndarray:
 
 
 def test_beginnings_that_paths_share_are_read_once() -> None:
-    assert branching([(1, 2, 3), (1, 2, 4), (5,)]) == {(): [1, 5], (1,): [2], (1, 2): [3, 4]}
+    followers = branching([(1, 2, 3), (1, 2, 4), (5,)])
+    assert followers == {(): [1, 5], (1,): [2], (1, 2): [3, 4]}
+    assert branches_of(followers) == [(1, 2)]
 
 
 def test_an_end_is_scored_only_where_a_path_begins_another() -> None:
@@ -38,15 +40,16 @@ def test_an_end_is_scored_only_where_a_path_begins_another() -> None:
 
 
 def test_many_beginnings_are_asked_for_in_parts_the_root_first() -> None:
-    logits = np.zeros(8, dtype=np.float32)
     asked: list[list[TokenPath]] = []
 
-    def read(nodes: Sequence[TokenPath]) -> list[NDArray[np.float32]]:
-        asked.append(list(nodes))
-        return [logits] * len(nodes)
+    def read(branches: Sequence[TokenPath]) -> list[NDArray[np.float32]]:
+        asked.append(list(branches))
+        return [np.zeros((max(len(branch), 1), 8), np.float32) for branch in branches]
 
-    found = score_paths([(1, 2, 3), (4, 5), (6,)], read, 1, ())
-    assert asked == [[()], [(1,)], [(1, 2)], [(4,)]]
+    found = score_paths([(1, 2, 3), (4, 5), (6,), (4, 7, 1, 2)], read, 3, ())
+    assert asked == [[()], [(1, 2)], [(4, 7, 1)]]
+    found = score_paths([(1, 2, 3), (4, 5), (6,)], read, 3, ())
+    assert asked[3:] == [[()], [(1, 2), (4,)]]
     assert found.scores == pytest.approx([-3 * math.log(8), -2 * math.log(8), -math.log(8)])
     assert found.mass == pytest.approx(8**-3 + 8**-2 + 8**-1)
     assert found.probabilities == pytest.approx(np.array([1, 8, 64]) / 73)

@@ -52,6 +52,18 @@ def test_a_suffix_longer_than_a_pass_is_read_in_several(
         assert sequence.position == 33
 
 
+def test_all_rows_of_suffixes_are_told(model: Path, device_name: str, truth: Truth) -> None:
+    suffixes = [TEXT[:3], TEXT[20:45], TEXT[3:9], TEXT[7:8]]
+    opened = open_engine(model, device=device_name, prefill=16)
+    with opened as engine, engine.sequence() as sequence:
+        sequence.prefill(TEXT[:33])
+        for suffix, rows in zip(suffixes, sequence.score(suffixes, logits="all"), strict=True):
+            assert rows.shape[0] == len(suffix)
+            for stop, row in enumerate(rows, 1):
+                expected = truth(TEXT[:33] + suffix[:stop]).logits
+                assert np.array_equal(bits(row), bits(expected))
+
+
 def test_sixteen_suffixes_have_as_many_rows(engine: Engine, truth: Truth) -> None:
     suffixes = [TEXT[i : i + 16] for i in range(16)]
     with engine.sequence() as sequence:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from strata_cli.engine.forward.branch import BranchRoom
 from strata_cli.engine.forward.layers import Batch, Forward, Segment
 from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState
-from strata_cli.engine.prefill.chunks import enqueue_pass, prefill, streaming
+from strata_cli.engine.prefill.chunks import all_rows, enqueue_pass, prefill, streaming
 from strata_cli.engine.prefill.mixed import last_rows
 from strata_cli.engine.prefill.streamer import PromptStreamer
 from strata_cli.engine.prefill.watching import NO_WATCH, Watch
@@ -43,12 +44,13 @@ def read_branches(
     room: BranchRoom,
     suffixes: Sequence[list[int]],
     *,
+    wanted: Literal["last", "all"] = "last",
     is_exact: bool = True,
     watch: Watch = NO_WATCH,
     streamer: PromptStreamer | None = None,
     cancellation: Cancellation = NEVER,
 ) -> list[NDArray[np.float32]]:
-    """The logits that each suffix would end in if the sequence went on by it alone.
+    """The logits that each suffix would lead to if the sequence went on by it alone.
 
     The sequence stays where it is. Snapshots of later positions can no longer be restored.
 
@@ -58,13 +60,14 @@ def read_branches(
         state: of the sequence.
         room: for the running state of branches.
         suffixes: each at least one token; each fits the context behind the position.
+        wanted: which of a suffix's rows.
         is_exact: whether their tokens are computed as a canonical read would.
         watch: looks on.
         streamer: brings experts that are not resident; None: all are.
         cancellation: ends it between two passes, or where a pass's experts are waited for.
 
     Returns:
-        One row [V] for each suffix.
+        For each suffix "last": one row [V]; "all": [its tokens, V].
 
     Raises:
         Cancelled: the sequence is where it was, and whole.
@@ -82,6 +85,7 @@ def read_branches(
                     port,
                     state,
                     together[0],
+                    wanted=wanted,
                     is_exact=is_exact,
                     watch=watch,
                     streamer=streamer,
@@ -104,7 +108,11 @@ def read_branches(
             with watched:
                 ids = [token for suffix in together for token in suffix]
                 enqueue_pass(forward, port, Batch(num_tokens, segments), ids, watch, stream)
-        rows += last_rows(forward, port, segments)
+        if wanted == "last":
+            rows += last_rows(forward, port, segments)
+        else:
+            blocks = np.concatenate(all_rows(forward, port, num_tokens))
+            rows += [blocks[segment.start : segment.stop] for segment in segments]
     return rows
 
 

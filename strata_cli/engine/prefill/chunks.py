@@ -64,7 +64,7 @@ def prefill(
             chunk = ids[start : start + chunk_tokens]
             _read_chunk(forward, port, state, chunk, is_exact, watch, stream)
             if wanted == "all":
-                collected += _all_rows(forward, port, len(chunk))
+                collected += all_rows(forward, port, len(chunk))
             elif progress is not None:
                 forward.stream.synchronize()
             if progress is not None:
@@ -137,7 +137,8 @@ def enqueue_pass(
         forward.run(batch, watch.spans, feed)
 
 
-def _all_rows(forward: Forward, port: RowPort, num_tokens: int) -> list[NDArray[np.float32]]:
+def all_rows(forward: Forward, port: RowPort, num_tokens: int) -> list[NDArray[np.float32]]:
+    """Logits after each row of the last pass, in blocks [n, V]."""
     rows = []
     step = forward.workspace.logit_rows
     for start in range(0, num_tokens, step):
