@@ -13,13 +13,18 @@ from strata_cli.models import DEMO_MODEL_PATH
 
 
 def engine_options(
-    config: StrataConfig, *, will_chat: bool = False, trace: Trace = NO_TRACE
+    config: StrataConfig,
+    *,
+    will_chat: bool = False,
+    num_sequences: int = 1,
+    trace: Trace = NO_TRACE,
 ) -> EngineOptions:
     """What the settings say of an engine.
 
     Args:
         config: the settings; without a model they mean the embedded one.
         will_chat: prompts go through the chat template.
+        num_sequences: that will be there at once.
         trace: told of what the engine does.
     """
     return EngineOptions(
@@ -29,6 +34,7 @@ def engine_options(
         vram_bytes=config.vram_bytes,
         vram_reserve_bytes=config.vram_reserve_mib << 20,
         max_context=config.max_context,
+        num_sequences=num_sequences,
         prefill=config.prefill,
         expert_cache=config.expert_cache,
         pinned_bytes=_pinned_bytes(config),

@@ -52,6 +52,7 @@ class PromptReading:
         self.sequence = sequence
         self.start = sequence.position
         self.logits = logits
+        self._position = self.start
         self._cache = cache
         self._ids = ids
         self._wants_logits = wants_logits
@@ -61,17 +62,17 @@ class PromptReading:
 
     @property
     def is_over(self) -> bool:
-        """Whether the sequence holds all of the prompt."""
+        """Whether all of the prompt is read. The sequence may then go on from there."""
         return self.left_tokens == 0
 
     @property
     def left_tokens(self) -> int:
         """Tokens that are not read yet."""
-        return len(self._ids) - self.sequence.position
+        return len(self._ids) - self._position
 
     def next(self, most: int | None = None) -> Upcoming:
         """What to read next: up to the next checkpoint, at most so many tokens."""
-        position = self.sequence.position
+        position = self._position
         stop = next(stop for stop in self._stops if stop > position)
         ids = self._ids[position : stop if most is None else min(stop, position + most)]
         return Upcoming(ids, self._wants_logits and len(ids) == self.left_tokens)
@@ -82,9 +83,10 @@ class PromptReading:
         Args:
             logits: [V] behind them, where they are wanted.
         """
+        self._position = self.sequence.position
         if self.is_over and self._wants_logits:
             assert logits is not None
             self.logits = logits
-        if self.sequence.position in self._stops and self._cache.rules.prompt_cache:
+        if self._position in self._stops and self._cache.rules.prompt_cache:
             end = self.logits.copy() if self.is_over and self.logits is not None else None
             self._cache.add(Checkpoint(self.sequence.snapshot(), end))

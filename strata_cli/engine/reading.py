@@ -304,13 +304,14 @@ def _generate(
         generated.append(token_id)
         if on_token is not None:
             on_token(token_id)
-        if _is_stuck(generated) or index + 1 == request.max_tokens:
+        if is_stuck(generated) or index + 1 == request.max_tokens:
             break
         cancellation.check()
         logits = sequence.step(token_id)
     return generated, "length", len(generated)
 
 
-def _is_stuck(generated: list[int]) -> bool:
+def is_stuck(generated: list[int]) -> bool:
+    """Whether an answer is so many equal tokens at its end that no other will come."""
     tail = generated[-REPEAT_LIMIT:]
     return len(tail) == REPEAT_LIMIT and len(set(tail)) == 1

@@ -307,8 +307,30 @@ class Failed(Message, frozen=True, kw_only=True):
     hint: str
 
 
+class ExpertCounters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Experts that steps were routed to, and what became of them, since the worker started."""
+
+    routed: int
+    hits: int
+    pcie: int
+    cpu: int
+    dropped: int
+    swaps: int
+
+
 class Counters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Totals since the worker started."""
+    """Totals since the worker started.
+
+    Attributes:
+        requests: that came; those of requests_failed and requests_cancelled among them.
+        canonical_reads: requests that were canonical reads.
+        prompt_tokens: of requests that are over; reused_tokens and read_tokens are parts of them.
+        generated_tokens: of requests that are over.
+        passes: of the engine, of any kind.
+        steps: passes of generated tokens alone; step_rows counts these tokens in all passes.
+        prompt_ms, step_ms: time of passes with pieces of prompts, and of steps alone.
+        experts: of steps; None where all experts stay put.
+    """
 
     requests: int = 0
     requests_failed: int = 0
@@ -323,6 +345,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     step_rows: int = 0
     prompt_ms: float = 0.0
     step_ms: float = 0.0
+    experts: ExpertCounters | None = None
 
 
 class Status(Message, frozen=True, kw_only=True):

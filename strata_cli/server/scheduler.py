@@ -1,139 +1,169 @@
-"""Which request the engine works for next, and what each has come to."""
+"""Which requests the engine works for next: prompts and answers in turn, all that can together.
+
+A pass takes a piece of every prompt that is being read, and one step of every answer. Every row of
+it has the bits that it would have alone, so who shares a pass with whom changes no answer.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from strata_cli.engine.cancelling import Cancellation
-from strata_cli.engine.decode.sampling import choose
-from strata_cli.engine.engine import Engine
-from strata_cli.engine.reading import is_canonical, next_token_logprobs
+from strata_cli.engine.cancelling import NEVER, Cancellation
+from strata_cli.engine.conversations import ConversationCache
+from strata_cli.engine.engine import Engine, Part
+from strata_cli.engine.prompt_cache import CacheRules, common_tokens
 from strata_cli.engine.session import Session
-from strata_cli.errors import Cancelled, StrataError
+from strata_cli.errors import Cancelled, DeviceError, OutOfMemory, StallError, StrataError
+from strata_cli.server.constraint import MakeConstraint
 from strata_cli.server.engine_errors import kind_of
-from strata_cli.server.protocol import (
-    Beat,
-    Counters,
-    Done,
-    Failed,
-    FinishReason,
-    FromWorker,
-    Generate,
-    ModelFacts,
-    Progress,
-    Ranked,
-    Score,
-    Scores,
-    Started,
-    Status,
-    Timings,
-    Token,
-)
+from strata_cli.server.jobs import AnyJob, Floats, GenerateJob, ScoreJob, Send
+from strata_cli.server.protocol import Beat, Failed, Generate, Score, Status
+from strata_cli.server.sharing import DecodeTurns, SlotUse, choose_slot, share_rows
+from strata_cli.server.tally import Tally, resident_bytes
 
 
-def model_facts(engine: Engine, scheduler: Scheduler) -> ModelFacts:
-    """What the server is told of a loaded model."""
-    return ModelFacts(
-        name=engine.model_name,
-        vocab_size=engine.spec.vocab_size,
-        context_tokens=engine.context_tokens,
-        model_context_tokens=engine.spec.context_tokens,
-        eos_ids=tuple(sorted(engine.tokenizer.eos_ids)),
-        device=engine.device_name,
-        chunk_tokens=engine.chunk_tokens,
-        parallel=scheduler.parallel,
-    )
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Room for one request at a time.
 
+    Attributes:
+        session: what it has read, and is kept for requests to come.
+        job: that it works for now; None: it is idle.
+        used_at: the number of requests that had begun when it was last used.
+    """
 
-@dataclass(slots=True)
-class Job:
-    """A request and what it has come to."""
-
-    request: Generate | Score
-    cancellation: Cancellation
-    submitted: float
-    started: float = 0.0
-    answered: float = 0.0
-    reused_tokens: int = 0
-    read_tokens: int = 0
-    generated: list[int] = field(default_factory=list)
-    logits: NDArray[np.float32] | None = None
+    session: Session
+    job: AnyJob | None = None
+    used_at: int = 0
 
 
 class Scheduler:
-    """Works for requests, one after the other."""
+    """Works for requests, as many at once as there are slots; the others wait, first come first.
 
-    parallel = 1
+    Owned by the engine's thread, but for what says otherwise.
 
-    def __init__(self, engine: Engine, send: Callable[[FromWorker], None]) -> None:
+    Args:
+        engine: reads.
+        send: to the server.
+        parallel: slots.
+        rules: what each slot keeps of what it has read; conversations that made room are kept for
+            all slots together.
+        make_constraint: makes constraints of answers; None: there are none.
+
+    Attributes:
+        parallel: as given.
+
+    Raises:
+        OutOfMemory: the slots do not fit.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        send: Send,
+        *,
+        parallel: int = 1,
+        rules: CacheRules | None = None,
+        make_constraint: MakeConstraint | None = None,
+    ) -> None:
+        self.parallel = parallel
         self._engine = engine
         self._send = send
-        self._session = Session(engine)
-        self._jobs: deque[Job] = deque()
+        self._make_constraint = make_constraint
+        self._waiting: deque[AnyJob] = deque()
         self._cancellations: dict[str, Cancellation] = {}
-        self._progress = 0
+        self._turns = DecodeTurns()
+        self._tally = Tally()
+        self._begun = 0
+        self._pending_tokens = 0
+        self._scores_are_next = False
+        rules = rules or CacheRules()
+        conversations = ConversationCache(rules.conversation_cache_mib << 20)
+        with ExitStack() as resources:
+            self._slots = [
+                Slot(resources.enter_context(Session(engine, rules, conversations=conversations)))
+                for _ in range(parallel)
+            ]
+            self._resources = resources.pop_all()
 
     @property
     def is_busy(self) -> bool:
-        """Whether turn() has anything to do."""
-        return bool(self._jobs)
+        """Whether turn() has anything to do. Any thread may ask."""
+        return bool(self._waiting) or any(slot.job is not None for slot in self._slots)
 
-    def submit(self, request: Generate | Score) -> None:
-        """Take a request."""
-        cancellation = self._cancellations.setdefault(request.request_id, Cancellation())
-        self._jobs.append(Job(request, cancellation, time.perf_counter()))
+    def expect(self, request_id: str) -> None:
+        """Before submit(): from now on the request can be cancelled. Any thread."""
+        self._cancellations[request_id] = Cancellation()
 
     def cancel(self, request_id: str) -> None:
-        """Any thread."""
+        """End a request as soon as possible, if it is not over. Any thread."""
         cancellation = self._cancellations.get(request_id)
         if cancellation is not None:
             cancellation.cancel()
 
     def cancel_all(self) -> None:
-        """Any thread."""
+        """End all requests. Any thread."""
         for cancellation in list(self._cancellations.values()):
             cancellation.cancel()
 
     def status(self) -> Status:
-        """Any thread."""
-        return Status(waiting=0, reading=0, generating=0, counters=Counters(), memory_bytes=0)
+        """What is going on. Any thread."""
+        jobs = [slot.job for slot in self._slots if slot.job is not None]
+        reading = sum(isinstance(job, ScoreJob) or job.is_reading for job in jobs)
+        return Status(
+            waiting=len(self._waiting),
+            reading=reading,
+            generating=len(jobs) - reading,
+            counters=self._tally.counters(self._engine.residency_counts),
+            memory_bytes=resident_bytes(),
+        )
 
     def beat(self) -> Beat:
-        """Any thread."""
-        return Beat(progress=self._progress, pending_tokens=0)
+        """Whether it goes on. Any thread."""
+        return Beat(progress=self._tally.passes, pending_tokens=self._pending_tokens)
+
+    def submit(self, request: Generate | Score) -> None:
+        """Take a request; what it cannot do is told to the server at once."""
+        cancellation = self._cancellations.setdefault(request.request_id, Cancellation())
+        self._tally.requests += 1
+        job = self._job(request, cancellation)
+        with self._answering(job):
+            job.check(self._engine)
+            self._waiting.append(job)
 
     def turn(self) -> None:
-        """One unit of work."""
-        job = self._jobs[0]
-        self._progress += 1
-        try:
-            job.cancellation.check()
-            if self._advance(job):
-                self._over(job)
-        except Cancelled:
-            self._done(job, "cancelled")
-            self._over(job)
-        except StrataError as error:
-            self._send(
-                Failed(
-                    request_id=job.request.request_id,
-                    kind=kind_of(error),
-                    message=error.message,
-                    hint=error.hint,
-                )
-            )
-            self._over(job)
+        """One pass of the engine, at most.
+
+        Raises:
+            DeviceError: the engine cannot go on; the requests of the pass were told.
+            StallError: likewise.
+        """
+        self._drop_cancelled()
+        while self._waiting and (idle := [slot for slot in self._slots if slot.job is None]):
+            self._begin(self._waiting.popleft(), idle)
+        jobs = [slot.job for slot in self._slots if slot.job is not None]
+        reading = [job for job in jobs if job.is_reading]
+        scoring = [job for job in jobs if isinstance(job, ScoreJob) and not job.is_reading]
+        generating = [job for job in jobs if isinstance(job, GenerateJob) and not job.is_reading]
+        if not generating:
+            self._turns.forget()
+        if generating and (self._turns.is_due or not (reading or scoring)):
+            self._step(generating)
+        elif scoring and (self._scores_are_next or not reading):
+            self._scores_are_next = False
+            self._score(scoring[0])
+        elif reading:
+            self._scores_are_next = True
+            self._read(reading, generating)
 
     def close(self) -> None:
-        """Gives the memory back."""
-        self._session.close()
+        """Give the slots' memory back. Safe to call twice."""
+        self._resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -141,121 +171,156 @@ class Scheduler:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _over(self, job: Job) -> None:
-        self._jobs.remove(job)
-        del self._cancellations[job.request.request_id]
+    def _job(self, request: Generate | Score, cancellation: Cancellation) -> AnyJob:
+        if isinstance(request, Generate):
+            return GenerateJob(request, cancellation, self._send, self._make_constraint)
+        return ScoreJob(request, cancellation, self._send)
 
-    def _advance(self, job: Job) -> bool:
-        if isinstance(job.request, Score):
-            self._score(job, job.request)
-            return True
-        if job.logits is None:
-            self._read(job, job.request)
-        return self._next(job, job.request)
+    def _drop_cancelled(self) -> None:
+        jobs = [*self._waiting, *(slot.job for slot in self._slots if slot.job is not None)]
+        for job in jobs:
+            if job.cancellation.is_cancelled:
+                self._cancelled(job)
 
-    def _score(self, job: Job, request: Score) -> None:
-        started, before = time.perf_counter(), self._session.read_tokens
-        with self._engine.canonical():
-            rows = self._session.score_suffixes(
-                list(request.prefix),
-                [list(suffix) for suffix in request.suffixes],
-                reuse=request.reuse,
-                cancellation=job.cancellation,
-            )
-        named = [
-            next_token_logprobs(row, 0, ids)[1] for row, ids in zip(rows, request.ids, strict=True)
-        ]
-        self._send(
-            Scores(
-                request_id=request.request_id,
-                rows=tuple(tuple(item.logprob for item in row) for row in named),
-                prompt_tokens=sum(len(request.prefix) + len(s) for s in request.suffixes),
-                read_tokens=self._session.read_tokens - before,
-                timings=Timings(
-                    wait_ms=(started - job.submitted) * 1e3,
-                    prompt_ms=(time.perf_counter() - started) * 1e3,
-                    generate_ms=0.0,
-                ),
-            )
-        )
+    def _begin(self, job: AnyJob, idle: Sequence[Slot]) -> None:
+        reuse = job.request.reuse
+        with self._answering(job), self._manner([job]):
+            slot = idle[choose_slot([self._use(slot, job, reuse=reuse) for slot in idle])]
+            slot.job = job
+            self._begun += 1
+            slot.used_at = self._begun
+            job.begin(slot.session, reuse=reuse)
+            self._go_on(job)
 
-    def _read(self, job: Job, request: Generate) -> None:
-        job.started = time.perf_counter()
-        name = request.request_id
+    def _use(self, slot: Slot, job: AnyJob, *, reuse: bool) -> SlotUse:
+        session, ids = slot.session, job.ids
+        known = session.known_tokens(ids, wants_logits=job.wants_logits) if reuse else 0
+        live = session.sequence.cached_ids
+        lost = len(live) - common_tokens(live, ids)
+        return SlotUse(len(ids) - known, lost, self._begun - slot.used_at)
 
-        def progress(done: int, total: int) -> None:
-            self._progress += 1
-            self._send(Progress(request_id=name, read_tokens=done, total_tokens=total))
+    def _read(self, reading: Sequence[AnyJob], generating: Sequence[GenerateJob]) -> None:
+        """A piece of every prompt, and a step of every answer unless they leave too few rows."""
+        most = self._engine.chunk_tokens
+        beside = list(generating) if 2 * len(generating) <= most else []
+        shares = share_rows([job.left_tokens for job in reading], most - len(beside))
+        chosen = [(job, share) for job, share in zip(reading, shares, strict=True) if share]
+        now = [job for job, _ in chosen]
+        parts = [job.next_part(share) for job, share in chosen]
+        started = time.perf_counter()
+        rows = self._pass([*now, *beside], [*parts, *(job.step() for job in beside)])
+        seconds = time.perf_counter() - started
+        self._tally.prompt_ms += seconds * 1e3
+        if generating:
+            self._turns.prompts_took(seconds)
+        for job, part, row in zip(now, parts, rows, strict=False):
+            with self._answering(job):
+                job.add(len(part.ids), row)
+                self._go_on(job)
+        self._advance(beside, rows[len(now) :])
 
-        job.logits, job.reused_tokens = self._session.read(
-            list(request.prompt),
-            reuse=request.reuse,
-            progress=progress,
-            cancellation=job.cancellation,
-        )
-        job.read_tokens = len(request.prompt) - job.reused_tokens
-        job.answered = time.perf_counter()
-        self._send(Started(request_id=name, reused_tokens=job.reused_tokens))
+    def _step(self, generating: Sequence[GenerateJob]) -> None:
+        started = time.perf_counter()
+        rows = self._pass(generating, [job.step() for job in generating])
+        seconds = time.perf_counter() - started
+        self._turns.steps_took(seconds)
+        self._tally.steps += 1
+        self._tally.step_ms += seconds * 1e3
+        self._advance(generating, rows)
 
-    def _next(self, job: Job, request: Generate) -> bool:
-        assert job.logits is not None
-        index = len(job.generated)
-        if index == request.max_tokens:
-            self._done(job, "length")
-            return True
-        if index:
-            job.logits = self._session.sequence.step(job.generated[-1])
-        token_id = choose(
-            job.logits,
-            request.sampling,
-            step=index,
-            history=[*request.prompt, *job.generated] if request.sampling.has_penalties else (),
-            allowed=request.allowed_ids or None,
-        )
-        ends = token_id in request.stop_ids or (
-            token_id in self._engine.tokenizer.eos_ids and not request.ignore_eos
-        )
-        job.generated.append(token_id)
-        self._send(self._token(job, request, token_id, ends=ends))
-        if ends:
-            self._done(job, "stop")
-        return ends
+    def _score(self, job: ScoreJob) -> None:
+        started = time.perf_counter()
+        with self._working([job], 0), self._manner([job]):
+            job.advance()
+            self._go_on(job)
+        seconds = time.perf_counter() - started
+        self._tally.prompt_ms += seconds * 1e3
+        self._turns.prompts_took(seconds)
 
-    def _token(self, job: Job, request: Generate, token_id: int, *, ends: bool) -> Token:
-        assert job.logits is not None
-        named = (*request.allowed_ids, *request.named_ids)
-        if not request.wants_logprobs:
-            name, index = request.request_id, len(job.generated) - 1
-            return Token(request_id=name, index=index, token_id=token_id, ends=ends)
-        top, others = next_token_logprobs(job.logits, request.logprobs or 0, (token_id, *named))
-        return Token(
-            request_id=request.request_id,
-            index=len(job.generated) - 1,
-            token_id=token_id,
-            ends=ends,
-            logprob=others[0].logprob,
-            top=tuple(Ranked(*item) for item in top),
-            named=tuple(Ranked(*item) for item in others[1:]),
-        )
+    def _pass(self, jobs: Sequence[AnyJob], parts: Sequence[Part]) -> list[Floats | None]:
+        """The logits of each part; none if the pass failed, which its jobs were told then."""
+        # In the middle of a pass only its one job may end it: others would lose their places.
+        cancellation = jobs[0].cancellation if len(jobs) == 1 else NEVER
+        rows: list[Floats | None] = []
+        with self._working(jobs, sum(len(part.ids) for part in parts)), self._manner(jobs):
+            rows = self._engine.read_together(parts, cancellation=cancellation)
+        return rows
 
-    def _done(self, job: Job, reason: FinishReason) -> None:
-        request, now = job.request, time.perf_counter()
-        assert isinstance(request, Generate)
-        self._send(
-            Done(
-                request_id=request.request_id,
-                finish_reason=reason,
-                prompt_tokens=len(request.prompt),
-                reused_tokens=job.reused_tokens,
-                read_tokens=job.read_tokens,
-                generated_tokens=len(job.generated),
-                canonical=is_canonical(
-                    request.canonical, request.max_tokens, request.wants_logprobs
-                ),
-                timings=Timings(
-                    wait_ms=((job.started or now) - job.submitted) * 1e3,
-                    prompt_ms=((job.answered or now) - (job.started or now)) * 1e3,
-                    generate_ms=(now - (job.answered or now)) * 1e3,
-                ),
-            )
-        )
+    def _advance(self, generating: Sequence[GenerateJob], rows: Sequence[Floats | None]) -> None:
+        self._tally.step_rows += len(rows)
+        for job, row in zip(generating, rows, strict=False):
+            with self._answering(job):
+                assert row is not None
+                job.advance(row)
+                self._go_on(job)
+
+    def _go_on(self, job: AnyJob) -> None:
+        """What follows at once from where a job is."""
+        if job.is_reading:
+            return
+        if isinstance(job, GenerateJob):
+            job.answer_prompt()
+        elif job.is_over:
+            job.finish()
+        if job.is_over:
+            self._tally.add(job)
+            self._forget(job)
+
+    def _manner(self, jobs: Sequence[AnyJob]) -> AbstractContextManager[None]:
+        """A pass is canonical for all if it is for one."""
+        is_canonical = any(job.canonical for job in jobs)
+        return self._engine.canonical() if is_canonical else nullcontext()
+
+    @contextmanager
+    def _working(self, jobs: Sequence[AnyJob], num_tokens: int) -> Iterator[None]:
+        """Around a pass: when it fails, all its jobs fail."""
+        self._pending_tokens = num_tokens
+        try:
+            yield
+        except Cancelled:
+            (job,) = jobs
+            self._cancelled(job)
+        except StrataError as error:
+            for job in jobs:
+                self._failed(job, error)
+            if _is_fatal(error):
+                raise
+        finally:
+            self._pending_tokens = 0
+            self._tally.passes += 1
+
+    @contextmanager
+    def _answering(self, job: AnyJob) -> Iterator[None]:
+        """Around what concerns one job alone."""
+        try:
+            yield
+        except StrataError as error:
+            self._failed(job, error)
+            if _is_fatal(error):
+                raise
+
+    def _cancelled(self, job: AnyJob) -> None:
+        self._tally.requests_cancelled += 1
+        self._tally.add(job)
+        job.finish_cancelled()
+        self._forget(job)
+
+    def _failed(self, job: AnyJob, error: StrataError) -> None:
+        self._tally.requests_failed += 1
+        kind = kind_of(error)
+        self._send(Failed(request_id=job.name, kind=kind, message=error.message, hint=error.hint))
+        self._forget(job)
+
+    def _forget(self, job: AnyJob) -> None:
+        """A job is over; its slot keeps what it has read."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+        for slot in self._slots:
+            if slot.job is job:
+                slot.job = None
+        self._cancellations.pop(job.name, None)
+
+
+def _is_fatal(error: StrataError) -> bool:
+    """Whether a device that failed so cannot be used any more."""
+    return isinstance(error, DeviceError | StallError) and not isinstance(error, OutOfMemory)

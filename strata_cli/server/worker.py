@@ -25,6 +25,7 @@ from strata_cli.server.protocol import (
     Generate,
     Hello,
     Loading,
+    ModelFacts,
     Open,
     ProtocolError,
     Refused,
@@ -35,6 +36,7 @@ from strata_cli.server.protocol import (
 from strata_cli.server.worker_channel import Channel
 
 if TYPE_CHECKING:
+    from strata_cli.engine.engine import Engine
     from strata_cli.server.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -104,21 +106,28 @@ class EngineWorker:
         # Not at the top of the file: who listens and beats must be there before what takes long.
         from strata_cli.engine.engine import Engine
         from strata_cli.engine.options import engine_options
+        from strata_cli.engine.prompt_cache import CacheRules
         from strata_cli.engine.trace import open_trace
-        from strata_cli.server.scheduler import Scheduler, model_facts
+        from strata_cli.server.scheduler import Scheduler
 
+        config = self._config
         with (
-            open_trace(self._config.trace) as trace,
+            open_trace(config.trace) as trace,
             Engine.open(
-                engine_options(self._config, trace=trace),
+                engine_options(config, num_sequences=config.parallel, trace=trace),
                 self._loading("weights"),
                 notice=lambda text: self._channel.send(Loading(phase="notice", text=text)),
                 compiling=self._loading("kernels"),
             ) as engine,
-            Scheduler(engine, self._channel.send) as scheduler,
+            Scheduler(
+                engine,
+                self._channel.send,
+                parallel=config.parallel,
+                rules=CacheRules.of(config),
+            ) as scheduler,
         ):
             self._scheduler = scheduler
-            self._channel.send(Hello(facts=model_facts(engine, scheduler)))
+            self._channel.send(Hello(facts=_facts(engine, config.parallel)))
             self._work(scheduler)
 
     def _loading(self, phase: Literal["weights", "kernels"]) -> Callable[[int, int], None]:
@@ -148,7 +157,8 @@ class EngineWorker:
                 logger.exception("the server cannot be understood")
                 break
             scheduler = self._scheduler
-            if isinstance(message, Generate | Score):
+            if isinstance(message, Generate | Score) and scheduler is not None:
+                scheduler.expect(message.request_id)
                 self._inbox.put(message)
             elif isinstance(message, Stop) and scheduler is not None:
                 scheduler.cancel(message.request_id)
@@ -173,6 +183,19 @@ class EngineWorker:
                 self._channel.send(Beat(progress=self._loaded, pending_tokens=0))
             elif scheduler.is_busy:
                 self._channel.send(scheduler.beat())
+
+
+def _facts(engine: Engine, parallel: int) -> ModelFacts:
+    return ModelFacts(
+        name=engine.model_name,
+        vocab_size=engine.spec.vocab_size,
+        context_tokens=engine.context_tokens,
+        model_context_tokens=engine.spec.context_tokens,
+        eos_ids=tuple(sorted(engine.tokenizer.eos_ids)),
+        device=engine.device_name,
+        chunk_tokens=engine.chunk_tokens,
+        parallel=parallel,
+    )
 
 
 if __name__ == "__main__":

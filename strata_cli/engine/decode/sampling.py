@@ -102,7 +102,7 @@ def choose(
     *,
     step: int,
     history: Sequence[int] = (),
-    allowed: Sequence[int] | None = None,
+    allowed: Sequence[int] | Ids | None = None,
 ) -> int:
     """The next token.
 
@@ -131,7 +131,7 @@ def candidates(
     sampler: Sampler,
     *,
     history: Sequence[int] = (),
-    allowed: Sequence[int] | None = None,
+    allowed: Sequence[int] | Ids | None = None,
 ) -> Candidates:
     """The tokens that ``choose`` draws from, and how probable each is; one when greedy.
 
@@ -193,7 +193,7 @@ def _scores(
     logits: Floats,
     sampler: Sampler,
     history: Sequence[int],
-    allowed: Sequence[int] | None,
+    allowed: Sequence[int] | Ids | None,
 ) -> Floats:
     """Logits after penalties and the allowed tokens; at least one is finite."""
     if logits.ndim != 1 or logits.size == 0:
