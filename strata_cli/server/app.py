@@ -16,7 +16,7 @@ from strata_cli.server import control
 from strata_cli.server.chat import chat_completions
 from strata_cli.server.completions import completions
 from strata_cli.server.failures import INTERNAL, INVALID, Failure, RequestFailed, failure_of
-from strata_cli.server.gate import Gate
+from strata_cli.server.entrance import Entrance
 from strata_cli.server.openapi import openapi
 from strata_cli.server.service import Service
 from strata_cli.server.streaming import ClientGone
@@ -66,7 +66,7 @@ def create_app(service: Service) -> ASGIApp:
         },
     )
     app.state.service = service
-    return Gate(app, service.rules, observe)
+    return Entrance(app, service.rules, observe)
 
 
 def answer_of(failure: Failure) -> Response:

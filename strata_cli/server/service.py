@@ -84,7 +84,7 @@ def service_of(request: Request) -> Service:
 
 
 def request_id(request: Request) -> str:
-    """The name that the gate gave a request."""
+    """The name that the entrance gave a request."""
     return str(request.scope["request_id"])
 
 

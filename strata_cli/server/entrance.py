@@ -23,7 +23,7 @@ CORS_MAX_AGE_S = 600
 Pair = tuple[bytes, bytes]
 
 
-class Gate:
+class Entrance:
     """ASGI middleware that lets requests in.
 
     Logs one line for each request, at INFO: method, path, status and time; no query, no header, no
