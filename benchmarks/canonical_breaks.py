@@ -47,6 +47,11 @@ def skip_tail(options: EngineOptions, top_k: int) -> EngineOptions:
     return replace(options, tail_skip=max(7 * top_k // 10, 1))
 
 
+def share_steps(options: EngineOptions, _top_k: int) -> EngineOptions:
+    """The host's processor computes the experts that steps miss."""
+    return replace(options, link_share=0.0)
+
+
 @contextmanager
 def _split(engine: Engine) -> Iterator[None]:
     """One layer adds up a token's experts in two parts, cut as the pass's rows say."""
@@ -106,6 +111,13 @@ BREAKS = {
     "split": Break("sums that depend on how many rows a pass has", None, _split, _same, "ABC"),
     "cpu-share": Break(  # on the host, whose processor is the device, nothing differs
         "the processor's share of prompts is left on", False, _nothing, share_prompts, "ABC"
+    ),
+    "pcie-frac": Break(  # on the host neither
+        "the processor's share of steps is left on",
+        False,
+        _nothing,
+        share_steps,
+        "last token stepped",
     ),
     "tail-skip": Break(
         "the tail skip is left on", False, _nothing, skip_tail, "last token stepped"

@@ -1,7 +1,7 @@
 """Where decoded tokens find their experts, how fast they come, and what the machine would allow.
 
     PYTHONPATH=. python benchmarks/decode_table.py MODEL.gguf [--device cuda:0] [--slots N,...]
-        [--tail-skip R,...] [--cases NAME,...] [--steps N] [--json FILE]
+        [--tail-skip R,...] [--pcie-frac F|auto,...] [--cases NAME,...] [--steps N] [--json FILE]
 
 A conversation of words that keep coming back goes on token by token behind its prompt, with experts
 that stay in their slots and with ones that follow what is used. A step can be no faster than the
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,7 +70,7 @@ class Row:
     """One case. Shares are of the experts that steps routed to; rates are per second.
 
     Attributes:
-        case, slots, tail_skip: what was run.
+        case, slots, tail_skip, pcie_frac: what was run.
         steps: decoded tokens.
         hit, pcie, cpu, dropped: shares.
         hit_by_part: of each part of the steps, in order.
@@ -83,6 +84,7 @@ class Row:
     case: str
     slots: int
     tail_skip: int
+    pcie_frac: str
     steps: int
     hit: float
     pcie: float
@@ -102,7 +104,8 @@ class Row:
     def line(self) -> str:
         parts = " ".join(f"{hit:4.0%}" for hit in self.hit_by_part)
         return (
-            f"{self.case:<10}{self.slots:>6}{self.tail_skip:>5}  {self.hit:6.1%} ({parts})"
+            f"{self.case:<10}{self.slots:>6}{self.tail_skip:>5}{self.pcie_frac:>6}  "
+            f"{self.hit:6.1%} ({parts})"
             f"{self.pcie:7.1%}{self.cpu:7.1%}{self.dropped:7.1%}{self.swaps:7}"
             f"{self.tokens_per_s:9.1f} ({self.least:.1f} to {self.most:.1f})"
             f"{self.memory_mb:9.1f}{self.link_mb:8.1f}{self.ram_mb:8.1f}"
@@ -111,7 +114,8 @@ class Row:
 
 
 HEADER = (
-    f"{'case':<10}{'slots':>6}{'skip':>5}  {'hits':>6} ({'by quarter':^19}){'PCIe':>7}{'CPU':>7}"
+    f"{'case':<10}{'slots':>6}{'skip':>5}{'frac':>6}  {'hits':>6} ({'by quarter':^19})"
+    f"{'PCIe':>7}{'CPU':>7}"
     f"{'left':>7}{'swaps':>7}{'tokens/s':>9} (least to most)"
     f"{'memory':>9}{'link':>8}{'RAM MB':>8}{'roofline':>10}{'share':>7}"
 )
@@ -195,7 +199,13 @@ def decode(sequence: Sequence, ids: list[int]) -> tuple[list[float], list[Reside
 
 
 def row_of(
-    engine: Engine, case: str, tail_skip: int, slots: int, prompt: int, steps: int, rates: Rates
+    engine: Engine,
+    case: str,
+    options: EngineOptions,
+    slots: int,
+    prompt: int,
+    steps: int,
+    rates: Rates,
 ) -> Row:
     ids = zipf_prompt(engine.spec.vocab_size, prompt + WARM_UPS + steps, seed=11)
     with adapting(engine, CASES[case]), engine.sequence() as sequence:
@@ -211,7 +221,8 @@ def row_of(
     return Row(
         case=case,
         slots=slots,
-        tail_skip=tail_skip,
+        tail_skip=options.tail_skip,
+        pcie_frac="auto" if options.link_share is None else f"{options.link_share:g}",
         steps=steps,
         hit=counts.hit_rate,
         pcie=counts.pcie_share,
@@ -234,6 +245,10 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def shares(text: str) -> list[float | None]:
+    return [None if part == "auto" else float(part) for part in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -241,6 +256,7 @@ def main() -> None:
     parser.add_argument("--vram-mib", type=int, default=0, help="of device memory, at most")
     parser.add_argument("--slots", default="0", help="of the expert cache; 0: as many as fit")
     parser.add_argument("--tail-skip", default="0", help="ranks from which misses are left out")
+    parser.add_argument("--pcie-frac", default="1", help="share of misses that the link carries")
     parser.add_argument("--profile", type=Path, help="of the experts")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--prompt", type=int, default=512)
@@ -255,7 +271,7 @@ def main() -> None:
     )
     rows: list[Row] = []
     for slots in numbers(arguments.slots):
-        for tail_skip in numbers(arguments.tail_skip):
+        for tail_skip, share in product(numbers(arguments.tail_skip), shares(arguments.pcie_frac)):
             options = EngineOptions(
                 model=arguments.model,
                 device=arguments.device,
@@ -264,13 +280,14 @@ def main() -> None:
                 expert_cache=slots or None,
                 expert_profile=arguments.profile,
                 tail_skip=tail_skip,
+                link_share=share,
             )
             with Engine.open(options) as engine:
                 assert engine._streamer is not None, "every expert is resident: give --slots"
                 held = engine._streamer.setting.store.cache.num_slots
                 for case in arguments.cases.split(","):
                     row = row_of(
-                        engine, case, tail_skip, held, arguments.prompt, arguments.steps, rates
+                        engine, case, options, held, arguments.prompt, arguments.steps, rates
                     )
                     rows.append(row)
                     print(row.line(), flush=True)

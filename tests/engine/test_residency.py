@@ -117,7 +117,8 @@ def test_no_bit_depends_on_swaps(
         assert counts.hits + counts.pcie == counts.routed
         assert counts.cpu == counts.dropped == 0
         has_outside = 0 < cache.num_slots < NUM_EXPERTS * NUM_LAYERS
-        assert (counts.swaps > 0) == (has_outside and way != "one slot")
+        if way != "one slot":  # whose layer may have no better expert
+            assert (counts.swaps > 0) == has_outside
 
 
 def test_a_skewed_conversation_finds_more_and_more_in_the_cache(
@@ -170,11 +171,12 @@ class TestTailSkip:
             with engine.sequence() as sequence:
                 prompt, rows = sequence.prefill(PROMPT), answer(sequence)
                 assert same(prompt, truth[0])
-                assert not same(rows[0], truth[1])
                 assert not sequence.is_exact
             counts = counts_of(engine)
+            assert same(rows, truth[1:]) == (counts.dropped == 0)
             most = counts.windows * NUM_LAYERS * (TOP_K - tail_skip)
-            assert 0 < counts.dropped <= most
+            assert counts.dropped <= most
+            assert counts.dropped > 0 or tail_skip > 1
             assert counts.hits + counts.pcie + counts.dropped == counts.routed
 
     def test_what_is_left_out_depends_on_the_cache_alone(
