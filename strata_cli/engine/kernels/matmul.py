@@ -31,6 +31,7 @@ from strata_cli.engine.kernels.pointers import (
 )
 from strata_cli.engine.kernels.products import (
     Matrix,
+    Plan,
     Unit,
     alignment,
     dense_matrix,
@@ -38,7 +39,14 @@ from strata_cli.engine.kernels.products import (
     many_plan,
     shared_limit,
 )
-from strata_cli.engine.kernels.prompt_plan import Gpu, has_split_plan, split_plan
+from strata_cli.engine.kernels.prompt_plan import (
+    Gpu,
+    grouped_prompt_plan,
+    has_prompt_plan,
+    has_split_plan,
+    prompt_plan,
+    split_plan,
+)
 from strata_cli.engine.kernels.rows import compile_small
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.simd import multiply_rows
@@ -53,6 +61,10 @@ Halves = NDArray[np.float16]
 
 FEW_TOKENS = 32  # up to here, passes of the few-row function are at least as fast on a GPU
 FEW_PAIRS_PER_EXPERT = 2  # the same for grouped products
+# Where the function that decodes a tile once is the faster one (measured on the reference GPU):
+PROMPT_PAIRS_PER_EXPERT = 64  # from so many on, its larger tiles are full
+PROMPT_ROWS = 320  # dense: up to so many, of long rows, where tiles of 128 would be too few
+PROMPT_COLS = 5120
 ROUND_THREADS = 256
 ROW_TILE = 16  # weight rows of one host item
 TOKEN_BLOCK = 256  # tokens of one host item where row tiles alone are too few to share
@@ -223,7 +235,7 @@ def matmul(
     items, grain = _row_tiles(weight.rows) * num_blocks, _grain(weight.cols, tokens // num_blocks)
     if tokens > FEW_TOKENS and rounded is not None and _has_many(matrix, rounded):
         expect("matmul rounded", rounded, (tokens, weight.cols), np.float16)
-        plan = many_plan(matrix, tokens, shared_limit(stream))
+        plan = _dense_plan(stream, matrix, tokens)
         kernel = _kernel(_bind_matmul_many, _matmul_reference, plan.unit)
         launch = plan.launch(items, grain)
         stream.launch(kernel, launch, x, rounded, weight.data, out, *numbers)
@@ -239,6 +251,23 @@ def matmul(
     kernel = _kernel(_bind_matmul, _matmul_reference, plan.unit)
     launch = plan.launch(items, grain, early=True)
     stream.launch(kernel, launch, x, weight.data, out, *numbers)
+
+
+def _dense_plan(stream: Stream, matrix: Matrix, tokens: int) -> Plan:
+    """The faster of two functions for many rows; they give the same bits."""
+    gpu = Gpu(shared_limit(stream), stream.num_multiprocessors)
+    is_narrow = matrix.rows <= PROMPT_ROWS and matrix.cols >= PROMPT_COLS
+    if is_narrow and has_prompt_plan(matrix, gpu):
+        return prompt_plan(matrix, tokens, gpu)
+    return many_plan(matrix, tokens, gpu.shared_bytes)
+
+
+def _grouped_plan(stream: Stream, matrix: Matrix, pairs: int, experts: int) -> Plan:
+    """The same for the pairs of experts."""
+    gpu = Gpu(shared_limit(stream), stream.num_multiprocessors)
+    if pairs >= PROMPT_PAIRS_PER_EXPERT * experts and has_prompt_plan(matrix, gpu, experts):
+        return grouped_prompt_plan(matrix, pairs, experts, gpu)
+    return grouped_many_plan(matrix, pairs, experts, gpu.shared_bytes)
 
 
 def _has_many(matrix: Matrix, rounded: Tensor) -> bool:
@@ -393,7 +422,7 @@ def grouped_matmul(
     is_many = pairs > FEW_PAIRS_PER_EXPERT * experts
     if is_many and rounded is not None and _has_many(matrix, rounded):
         expect("grouped_matmul rounded", rounded, x.shape, np.float16)
-        plan = grouped_many_plan(matrix, pairs, experts, limit)
+        plan = _grouped_plan(stream, matrix, pairs, experts)
         kernel = _kernel(_bind_grouped_many, _grouped_reference, plan.unit)
         launch = plan.launch(items, grain)
         stream.launch(kernel, launch, x, rounded, blobs, row_of, expert_start, out, *numbers)
