@@ -59,6 +59,7 @@ def unit_options(plan: LaunchPlan, scope: str, settings: Path, user: str | None)
         description=f"Strata: {model}",
         user=owner_of(settings.absolute().parent) if user is None else user.replace("root", ""),
         is_gpu=str(plan.value("device")) != "host",
+        readable=tuple(path.absolute() for path in [plan.value("model")] if path is not None),
         writable=tuple(dict.fromkeys(_folders(plan))),
     )
 

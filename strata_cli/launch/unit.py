@@ -27,7 +27,6 @@ _SANDBOX = (
     "NoNewPrivileges=yes",
     "ProtectSystem=strict",
     "ProtectHome=read-only",
-    "PrivateTmp=yes",
     "ProtectKernelModules=yes",
     "ProtectKernelLogs=yes",
     "ProtectKernelTunables=yes",
@@ -52,6 +51,7 @@ class UnitOptions:
         description: of the service, on one line.
         user: that a system service runs as; empty: root.
         is_gpu: whether it needs the NVIDIA driver.
+        readable: files that it reads, beside those that the command names.
         writable: files or folders that it writes beside its cache.
     """
 
@@ -60,6 +60,7 @@ class UnitOptions:
     description: str
     user: str = ""
     is_gpu: bool = False
+    readable: tuple[Path, ...] = ()
     writable: tuple[Path, ...] = ()
 
 
@@ -152,8 +153,15 @@ def _system_lines(options: UnitOptions) -> Iterator[str]:
     yield "Environment=XDG_CACHE_HOME=%C"
     yield f"Environment=SHIV_ROOT=%C/{CACHE_NAME}/program"
     yield from _SANDBOX
+    if not _is_temporary((*map(Path, options.command), *options.readable, *options.writable)):
+        yield "PrivateTmp=yes"
     for path in options.writable:
         yield f"ReadWritePaths=-{exec_word(str(path))}"
+
+
+def _is_temporary(paths: tuple[Path, ...]) -> bool:
+    """Whether a folder of its own for temporary files would hide one of these from the service."""
+    return any(path.is_relative_to(folder) for path in paths for folder in ("/tmp", "/var/tmp"))
 
 
 def _target(options: UnitOptions) -> str:

@@ -57,6 +57,7 @@ def test_a_service_runs_as_the_owner_of_its_folder_and_writes_where_it_must(
     plan = plan_of(expert_profile_save=Path("/srv/profiles/a.npz"), trace="1")
     options = unit_options(plan, "system", settings, None)
     assert options.user == f"owner of {tmp_path.name}"
+    assert options.readable == (Path("/models/made-up.gguf"),)
     assert options.writable == (Path("/srv/profiles"),)
     assert options.is_gpu
     assert options.description == "Strata: Made-Up 60B, 41.00 GiB"

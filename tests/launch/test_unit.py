@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def test_a_system_service_is_locked_up_but_sees_its_gpu() -> None:
     names = {line.partition("=")[0] for line in lines}
     assert not names & {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock"}
     assert not names & {"MemoryDenyWriteExecute", "ProcSubset", "SystemCallFilter"}
+
+
+def test_no_private_folder_hides_a_model_among_temporary_files() -> None:
+    usual = options("system")
+    assert "PrivateTmp=yes" in unit_text(usual).splitlines()
+    for changed in (
+        replace(usual, readable=(Path("/tmp/model.gguf"),)),
+        replace(usual, command=(TRUE, "--config", "/var/tmp/strata.toml")),
+    ):
+        assert "PrivateTmp" not in unit_text(changed)
 
 
 def test_a_service_of_root_keeps_what_root_may() -> None:
