@@ -82,8 +82,13 @@ def _engine(status: Status) -> Iterable[Metric]:
         yield _gauge(
             f"strata_engine_{state}", f"Requests that are {state}.", getattr(status, state)
         )
-    for name, value in msgspec.structs.asdict(status.counters).items():
+    counters = msgspec.structs.asdict(status.counters)
+    experts = counters.pop("experts")
+    for name, value in counters.items():
         yield _counter(f"strata_engine_{name}", _MEANING.get(name, name), value)
+    if experts is not None:
+        for name, value in msgspec.structs.asdict(experts).items():
+            yield _counter(f"strata_experts_{name}", _EXPERTS.get(name, name), value)
 
 
 _MEANING = {
@@ -100,6 +105,15 @@ _MEANING = {
     "step_rows": "Tokens that these passes took in.",
     "prompt_ms": "Milliseconds of reading prompts.",
     "step_ms": "Milliseconds of generating.",
+}
+
+_EXPERTS = {
+    "routed": "Experts that steps wanted; the sum of the next four.",
+    "hits": "Found in the expert cache.",
+    "pcie": "Read by the GPU over its link to host memory.",
+    "cpu": "Computed on the host's processor.",
+    "dropped": "Left out.",
+    "swaps": "Experts that changed places with others of the cache.",
 }
 
 

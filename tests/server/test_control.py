@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from strata_cli.server.asking import SamplingDefaults
+from strata_cli.server.protocol import Counters, ExpertCounters, Status
 from tests.server.asgi import ask, get, post
 from tests.server.fake_engine import FakeEngine, new_app, tokenizer
 
@@ -113,6 +114,24 @@ def test_metrics_count_routes_and_states() -> None:
     assert 'strata_http_requests_total{route="other",status="404"} 1.0' in lines
     assert "strata_engine_up 0.0" in lines
     assert "strata_queue_refused_total 0.0" in lines
+
+
+def test_metrics_have_what_the_engine_counts() -> None:
+    class Counting(FakeEngine):
+        async def status(self) -> Status:
+            experts = ExpertCounters(routed=9, hits=7, pcie=2, cpu=0, dropped=0, swaps=1)
+            counters = Counters(canonical_reads=5, step_ms=1.5, experts=experts)
+            return Status(
+                waiting=1, reading=2, generating=3, counters=counters, memory_bytes=1 << 20
+            )
+
+    lines = get(new_app(Counting()), "/metrics").body.decode().splitlines()
+    assert "strata_engine_up 1.0" in lines
+    assert "strata_engine_generating 3.0" in lines
+    assert "strata_engine_canonical_reads_total 5.0" in lines
+    assert "strata_engine_step_ms_total 1.5" in lines
+    assert "strata_experts_hits_total 7.0" in lines
+    assert "strata_engine_memory_bytes 1.048576e+06" in lines
 
 
 def test_tokens_and_back() -> None:
