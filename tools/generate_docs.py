@@ -40,7 +40,7 @@ stdin; a file of that name is given with its whole path.
 | Exit code | Meaning |
 | --- | --- |
 | 0 | done |
-| 1 | the run failed |
+| 1 | the run failed; `launch --check`: something here would not work |
 | 2 | wrong setting, command line or input |
 | 3 | `decide`: the likeliest option of a question has less than `--threshold` |
 | 4 | `decide`: the likeliest option is not the one of `--expect` |

@@ -32,6 +32,9 @@ COMMANDS: Mapping[str, LazyCommand] = {
     "decide": LazyCommand(
         "strata_cli.commands.decide", "Answer questions with fixed options about a text."
     ),
+    "launch": LazyCommand(
+        "strata_cli.commands.launch", "Set this machine up for a model, and start the server."
+    ),
     "serve": LazyCommand("strata_cli.commands.serve", "Answer OpenAI's clients over HTTP."),
     "trace": LazyCommand(
         "strata_cli.commands.trace", "Show what reading a prompt did and when; time one setting."
