@@ -52,9 +52,7 @@ class Stopwatch:
     def timings(self) -> Timings:
         """Of a request that ends now."""
         times = self._times + [time.perf_counter()] * (4 - len(self._times))
-        wait, prompt, generate = (
-            (stop - start) * 1e3 for start, stop in itertools.pairwise(times)
-        )
+        wait, prompt, generate = ((stop - start) * 1e3 for start, stop in itertools.pairwise(times))
         return Timings(wait_ms=wait, prompt_ms=prompt, generate_ms=generate)
 
 

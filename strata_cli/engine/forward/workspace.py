@@ -1,9 +1,15 @@
-"""Scratch memory of one forward pass, sized once for the largest batch."""
+"""Scratch memory of one forward pass, sized once for the largest batch.
+
+A pass works through parts, one after the other. What a part hands to no other lies over the same
+memory as that of all others: a full model's chunk of 8,192 tokens takes 2.3 GiB instead of 5.5.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -18,14 +24,87 @@ USUAL_FLOATS = 1 << 22  # of scratch whose size changes speed only
 ROUTED_ROWS = 32  # most tokens of a pass that leaves behind what all its layers were routed to
 
 
+class Part(Enum):
+    """A stretch of launches that begins with nothing of its own and leaves nothing of it behind."""
+
+    READ = "a read of the residual streams"
+    GDN = "a gated delta net"
+    ATTENTION = "attention"
+    EXPERTS = "experts, routed and shared"
+    NGRAM = "the n-gram embedding"
+    HEAD = "the head"
+
+
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Names, row shapes and dtypes of what a pass needs; rows are tokens, pairs or logit rows."""
+    """What a pass needs.
+
+    Attributes:
+        name: for take().
+        rows: tokens, pairs or logit rows.
+        row_shape, dtype: of a row.
+        part: the one that alone uses it; None: it lives on from part to part.
+    """
 
     name: str
     rows: int
     row_shape: tuple[int, ...]
     dtype: DTypeLike = np.float32
+    part: Part | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows, and of what is left free behind them."""
+        nbytes = self.rows * math.prod(self.row_shape) * np.dtype(self.dtype).itemsize
+        return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+_OF_PART: dict[Part, tuple[str, ...]] = {
+    Part.READ: (
+        "low",
+        "stream_gate",
+    ),
+    Part.GDN: (
+        "qkv",
+        "conv",
+        "z",
+        "alpha",
+        "beta",
+        "delta",
+        "gated",
+    ),
+    Part.ATTENTION: (
+        "q_gate",
+        "q",
+        "k_raw",
+        "k",
+        "v",
+        "index_q_raw",
+        "index_q",
+        "index_k",
+        "block_scores",
+        "attend_sums",
+        "attended",
+    ),
+    Part.EXPERTS: (
+        "router",
+        "expert_gate",
+        "expert_up",
+        "expert_out",
+        "shared_gate",
+        "shared_up",
+        "shared_out",
+        "shared_logit",
+    ),
+    Part.NGRAM: (
+        "ngram_embedding",
+        "ngram_key",
+        "ngram_value",
+        "ngram_gated",
+    ),
+    Part.HEAD: ("logits",),
+}
+_PART_OF = {name: part for part, names in _OF_PART.items() for name in names}
 
 
 def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scratch]:
@@ -98,7 +177,18 @@ def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scra
             Scratch("ngram_value", t, (hidden,)),
             Scratch("ngram_gated", t, (wide,)),
         ]
-    return plan
+    return [replace(scratch, part=_PART_OF.get(scratch.name)) for scratch in plan]
+
+
+def lay_out(plan: Sequence[Scratch]) -> tuple[list[int], int]:
+    """Where each scratch tensor begins, and the end of all: parts lie over each other."""
+    shared = sum(scratch.nbytes for scratch in plan if scratch.part is None)
+    ends: dict[Part | None, int] = {None: 0, **dict.fromkeys(Part, shared)}
+    offsets = []
+    for scratch in plan:
+        offsets.append(ends[scratch.part])
+        ends[scratch.part] += scratch.nbytes
+    return offsets, max(ends.values())
 
 
 def _score_floats(spec: ModelSpec) -> int:
@@ -140,13 +230,7 @@ class Workspace:
         self.num_tokens = num_tokens
         self.logit_rows = logit_rows
         plan = scratch_plan(spec, num_tokens, logit_rows)
-        offsets, end = [], 0
-        for scratch in plan:
-            offsets.append(end)
-            nbytes = (
-                scratch.rows * int(np.prod(scratch.row_shape)) * np.dtype(scratch.dtype).itemsize
-            )
-            end += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offsets, end = lay_out(plan)
         self._buffer: Buffer = device.allocate(max(end, 1))
         pairs = num_tokens * spec.num_experts_per_tok
         self._numbers = device.resident(np.arange(pairs, dtype=np.int32).view(np.uint8))
@@ -172,7 +256,7 @@ class Workspace:
         return Tensor.over(self._numbers, (count,), np.int32)
 
     def take(self, name: str, rows: int) -> Tensor:
-        """The first rows of a scratch tensor, contents undefined."""
+        """The first rows of a scratch tensor; contents undefined where its part begins."""
         return self._tensors[name].rows(0, rows)
 
     def take_all(self, name: str) -> Tensor:
