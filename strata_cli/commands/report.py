@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from typing import Any
 
 from strata_cli.engine.engine import Engine
-from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.reading import ReadRequest, ReadResult, TokenLogprob
 
 SCHEMA_VERSION = 1
@@ -31,7 +29,7 @@ def as_json(engine: Engine, request: ReadRequest, result: ReadResult, load_ms: f
         "finish_reason": result.finish_reason,
         "canonical": request.is_canonical,
         "state_hash": None if result.state_hash is None else result.state_hash.as_dict(),
-        "residency": _residency(result.residency),
+        "residency": None if result.residency is None else result.residency.as_dict(),
         "timings": {
             "load_ms": round(load_ms, 3),
             "prompt_ms": round(timings.prompt_ms, 3),
@@ -51,13 +49,6 @@ def as_table(engine: Engine, entries: list[TokenLogprob]) -> str:
     ]
     header = f"{'prob':>9}  {'logprob':>11}  {'id':>7}  token"
     return "\n".join([header, *rows])
-
-
-def _residency(counts: ResidencyCounts | None) -> dict[str, Any] | None:
-    if counts is None:
-        return None
-    shares = {"hit_rate": counts.hit_rate, "pcie_share": counts.pcie_share}
-    return asdict(counts) | {name: round(share, 6) for name, share in shares.items()}
 
 
 def _entry(engine: Engine, item: TokenLogprob) -> dict[str, Any]:

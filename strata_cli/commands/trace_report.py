@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.measuring.summary import (
     ChunkSummary,
     LayerSummary,
@@ -55,6 +56,7 @@ def as_json(run: RunSummary) -> Any:
         "link_gbps": run.traffic.link_gbps,
         "avoided_share": run.traffic.avoided_share,
         "needed_ms": run.traffic.needed_ms,
+        "steps": run.steps.as_dict(),
         "chunks": [
             {
                 **asdict(chunk),
@@ -76,6 +78,7 @@ def _head(run: RunSummary) -> Iterator[str]:
         f"{run.model} on {run.device}: {run.tokens} tokens in {chunks}, "
         f"{run.prompt_ms:.1f} ms, {run.tokens_per_s:.0f} tokens/s"
     )
+    yield from _steps(run.steps)
     if not run.is_streamed:
         where = (
             "all are resident"
@@ -100,6 +103,15 @@ def _head(run: RunSummary) -> Iterator[str]:
         f"the link for the ring {total.ring_wait_us / 1e3:.2f} ms"
     )
     yield f"threads: {', '.join(f'{what} {us / 1e3:.2f} ms' for what, us in _thread_waits(run))}"
+
+
+def _steps(steps: ResidencyCounts) -> Iterator[str]:
+    if steps.windows:
+        yield (
+            f"steps: {steps.windows}, {100 * steps.hit_rate:.1f} % of {steps.routed} experts in "
+            f"the cache, {100 * steps.pcie_share:.1f} % read over the link, {steps.cpu} on the CPU, "
+            f"{steps.dropped} left out, {steps.swaps} swapped"
+        )
 
 
 def _thread_waits(run: RunSummary) -> Iterator[tuple[str, float]]:

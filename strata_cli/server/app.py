@@ -15,8 +15,8 @@ from strata_cli.errors import StrataError
 from strata_cli.server import control
 from strata_cli.server.chat import chat_completions
 from strata_cli.server.completions import completions
-from strata_cli.server.failures import INTERNAL, INVALID, Failure, RequestFailed, failure_of
 from strata_cli.server.entrance import Entrance
+from strata_cli.server.failures import INTERNAL, INVALID, Failure, RequestFailed, failure_of
 from strata_cli.server.openapi import openapi
 from strata_cli.server.service import Service
 from strata_cli.server.streaming import ClientGone

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.measuring.perfetto import TRACKS, as_perfetto
 from strata_cli.engine.measuring.summary import EntryLayers, Traffic, add, summarize
 from strata_cli.engine.measuring.timeline import SHADES, shade, timeline
@@ -40,6 +41,20 @@ SMALL = [
     event("layer.cpu", 140, layer=2, experts=2, pairs=2, dur_us=9.0),
     event("from.the.future", 141, colour="blue"),
 ]
+
+
+def test_steps_in_numbers() -> None:
+    counts = {"routed": 30, "hits": 20, "pcie": 7, "cpu": 2, "dropped": 1}
+    events = [
+        event("window.experts", 1, chunk=-1, rows=1, **counts),
+        event("cache.swap", 2, chunk=-1, swaps=4),
+        event("cache.land", 3, chunk=-1, landed=4, coming=0),
+        event("window.experts", 4, chunk=-1, rows=1, **counts),
+    ]
+    steps = summarize(events).steps
+    assert steps == ResidencyCounts(2, 60, 40, 14, 4, 2, 4)
+    assert steps.hit_rate == pytest.approx(2 / 3)
+    assert summarize(SMALL).steps == ResidencyCounts()
 
 
 def test_a_chunk_in_numbers() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ class ResidencyCounts:
     def pcie_share(self) -> float:
         """Share of the routed experts that the device read over its link, 0..1."""
         return self._share(self.pcie)
+
+    def as_dict(self) -> dict[str, int | float]:
+        """The counts and the two shares, for reports."""
+        shares = {"hit_rate": self.hit_rate, "pcie_share": self.pcie_share}
+        return asdict(self) | {name: round(share, 6) for name, share in shares.items()}
 
     def __add__(self, other: ResidencyCounts) -> ResidencyCounts:
         return ResidencyCounts(

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
+from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.trace import OUTSIDE, Event
 
 
@@ -123,6 +124,7 @@ class RunSummary:
         prompt_ms: that they took.
         traffic: of all chunks.
         chunks: in order.
+        steps: what became of the cached experts that steps wanted.
     """
 
     model: str
@@ -133,6 +135,7 @@ class RunSummary:
     prompt_ms: float
     traffic: Traffic
     chunks: tuple[ChunkSummary, ...]
+    steps: ResidencyCounts
 
     @property
     def is_streamed(self) -> bool:
@@ -175,7 +178,16 @@ def summarize(events: Sequence[Event]) -> RunSummary:
         prompt_ms=sum(event["dur_us"] for event in ends) / 1e3,
         traffic=add(chunk.traffic for chunk in chunks),
         chunks=chunks,
+        steps=_steps(events),
     )
+
+
+def _steps(events: Sequence[Event]) -> ResidencyCounts:
+    of = _by_name(events)
+    names = ("routed", "hits", "pcie", "cpu", "dropped")
+    sums = {name: sum(event[name] for event in of["window.experts"]) for name in names}
+    swaps = sum(event["swaps"] for event in of["cache.swap"])
+    return ResidencyCounts(windows=len(of["window.experts"]), swaps=swaps, **sums)
 
 
 def _chunk(number: int, events: Sequence[Event]) -> ChunkSummary:
