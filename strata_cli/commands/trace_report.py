@@ -109,8 +109,8 @@ def _steps(steps: ResidencyCounts) -> Iterator[str]:
     if steps.windows:
         yield (
             f"steps: {steps.windows}, {100 * steps.hit_rate:.1f} % of {steps.routed} experts in "
-            f"the cache, {100 * steps.pcie_share:.1f} % read over the link, {steps.cpu} on the CPU, "
-            f"{steps.dropped} left out, {steps.swaps} swapped"
+            f"the cache, {100 * steps.pcie_share:.1f} % read over the link, "
+            f"{steps.cpu} on the CPU, {steps.dropped} left out, {steps.swaps} swapped"
         )
 
 
