@@ -35,6 +35,35 @@ Penalty: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 RepetitionPenalty: TypeAlias = Annotated[float, Meta(ge=0.01, le=100)]
 MaxTokens: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Json: TypeAlias = dict[str, Any]
+ChatMessage: TypeAlias = Annotated[
+    Json,
+    Meta(
+        description="A turn; what else it has is handed to the model's chat template.",
+        extra_json_schema={
+            "required": ["role"],
+            "properties": {
+                "role": {"type": "string", "minLength": 1, "maxLength": 64},
+                "content": {
+                    "anyOf": [
+                        {"type": "string"},
+                        {"type": "null"},
+                        {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "required": ["type", "text"],
+                                "properties": {
+                                    "type": {"enum": ["text", "input_text", "output_text"]},
+                                    "text": {"type": "string"},
+                                },
+                            },
+                        },
+                    ]
+                },
+            },
+        },
+    ),
+]
 
 S = TypeVar("S", bound=Struct)
 
@@ -82,17 +111,10 @@ class CompletionRequest(Request, frozen=True, kw_only=True):
     best_of: NumChoices | None = None
 
 
-class ChatMessage(Struct, frozen=True, kw_only=True):
-    """One turn; whatever else it has is handed to the model's chat template."""
-
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | list[Json] | None = None
-
-
 class ChatRequest(Request, frozen=True, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Json], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
@@ -109,7 +131,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Json] | None = None
+    messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: Json | None = None
