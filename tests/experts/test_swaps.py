@@ -245,6 +245,16 @@ def _any_swaps(data: st.DataObject, store: ExpertStore) -> Swaps:
     return Swaps(seed.permutation(outside)[:count], seed.permutation(inside)[:count])
 
 
+def test_the_links_rate_is_known_after_a_probe(store: ExpertStore) -> None:
+    uploader = store.cache._uploader
+    uploader.link_gbps = 0.0
+    uploader.probe()
+    assert store.link_gbps > 0
+    uploader.link_gbps = 1e9
+    uploader.probe()
+    assert store.link_gbps == 1e9
+
+
 def test_closing_forgets_swaps(model: ModelFile, device: Device, reads: Stream) -> None:
     store = open_store(model, device, reads, ranking=np.arange(NUM_PAIRS))
     store.cache.swap(swaps_of((20, 3)))

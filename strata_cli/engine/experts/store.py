@@ -121,6 +121,8 @@ class ExpertStore:
             uploader = Uploader(device, copies, arena, stager)
             cache = undo.enter_context(ExpertCache(device, reads, uploader, arena, sizes))
             cache.fill(even_profile(model).ranking() if ranking is None else ranking)
+            if device.has_own_memory:
+                uploader.probe()
             store = cls(layouts, copies, arena, stager, cache, uploader)
             store._resources = undo.pop_all()
             return store

@@ -8,13 +8,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from strata_cli.engine.device.base import Device, Stream, Tensor
 from strata_cli.engine.experts.arena import BlobArena
 from strata_cli.engine.experts.stager import SHORTEST_NAP_S, Stager
+from strata_cli.errors import OutOfMemory
 
 TOGETHER = 64  # copies in one call of the device
 BURST_BYTES = 256 << 20  # copied at a time, so that the link's rate is seen
 LEAST_BURST_BYTES = 16 << 20  # that says anything about the rate
+PROBE_BYTES, PROBES = 64 << 20, 4  # where a cache is too small for bursts; the fastest counts
 
 
 class Move(NamedTuple):
@@ -82,6 +86,26 @@ class Uploader:
         """Queue the copies of experts that are in the arena. Does not wait."""
         for first in range(0, len(moves), TOGETHER):
             self.copies.copy_many([self._pair(m) for m in moves[first : first + TOGETHER]])
+
+    def probe(self) -> None:
+        """Note the link's rate where no upload was long enough to tell; if there is room."""
+        layers = [layer for layer in self._arena.layers if layer.nbytes]
+        if self.link_gbps or not layers:
+            return
+        nbytes = min(PROBE_BYTES, layers[0].nbytes)
+        source = layers[0].reshape(layers[0].nbytes).rows(0, nbytes)
+        try:
+            memory = self._device.allocate(nbytes)
+        except OutOfMemory:
+            return
+        with memory:
+            to = Tensor.over(memory, (nbytes,), np.uint8)
+            for _ in range(PROBES):
+                start = time.perf_counter()
+                self.copies.copy(to, source)
+                self.copies.synchronize()
+                seconds = max(time.perf_counter() - start, 1e-9)
+                self.link_gbps = max(self.link_gbps, nbytes / seconds / 1e9)
 
     def _bursts(self, moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
         start, nbytes = 0, 0
