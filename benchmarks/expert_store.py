@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from strata_cli.engine.device.base import Device, Stream, Tensor
 from strata_cli.engine.experts.arena import open_arena
 from strata_cli.engine.experts.blobs import blob_layouts
 from strata_cli.engine.experts.cache import ExpertCache
+from strata_cli.engine.experts.stager import StagerSize
 from strata_cli.engine.experts.store import ExpertStore, StoreOptions
 from strata_cli.engine.model.tensors import ModelFile, load_model_file
 
@@ -124,7 +126,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         reads = device.stream("reads")
         slots = options.slots or model.spec.num_layers * model.spec.num_experts // 4
 
-        def store(**how: int) -> ExpertStore:
+        def store(**how: Any) -> ExpertStore:
             wanted = StoreOptions(num_slots=slots, least_slots=0, **how)
             return ExpertStore.open(model, device, reads, wanted)
 
@@ -134,7 +136,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
             copy_rows(report, pinned)
             table_rows(report, pinned.cache, reads)
         for count in threads:
-            with store(pinned_bytes=0, stager_threads=count) as staged:
+            with store(pinned_bytes=0, stager=StagerSize(num_threads=count)) as staged:
                 refill_rows(report, staged, reads, f"staged refill, {count} threads")
 
 

@@ -118,6 +118,16 @@ class StrataConfig:
         "Copy no expert into memory, whatever --arena-pin-gib says: for machines short of RAM.",
         parse=boolean,
     )
+    stager_ring: int = setting(
+        16,
+        "Buffers of one expert each, in page-locked memory, that others come through.",
+        parse=whole_number(2, 256),
+    )
+    stager_threads: int = setting(
+        4,
+        "Threads that read experts from the file into these buffers.",
+        parse=whole_number(1, 64),
+    )
     expert_profile: Path | None = setting(
         None,
         "File that ranks the experts by use, for the cache; measured and made if not there. "

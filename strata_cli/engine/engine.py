@@ -24,6 +24,8 @@ from strata_cli.engine.experts.adapting import AdaptRules
 from strata_cli.engine.experts.cache import LEAST_SLOTS
 from strata_cli.engine.experts.placing import ExpertHome
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
+from strata_cli.engine.experts.stager import StagerSize
+from strata_cli.engine.experts.store import DEFAULT_STAGER
 from strata_cli.engine.experts.window_pool import WindowPool, pool_threads
 from strata_cli.engine.forward.branch import BranchRoom, new_branch_room
 from strata_cli.engine.forward.caching import CacheWishes
@@ -83,6 +85,7 @@ class EngineOptions:
         pinned_bytes: most bytes of experts that are copied into page-locked host memory where not
             all are on the device; the others are read from the file whenever they are needed, and
             stay in the system's page cache as far as it has room. None: all are copied.
+        stager: of those others.
         expert_profile: file that says which experts are used most, measured and made if it is not
             there; None: on a GPU one that is kept for each model, on the host nothing is known.
         profile_save: file for the profile with what this run adds to it; None: it is not kept.
@@ -113,6 +116,7 @@ class EngineOptions:
     least_slots: int = LEAST_SLOTS
     fetch_slots: int | None = None
     pinned_bytes: int | None = None
+    stager: StagerSize = DEFAULT_STAGER
     expert_profile: Path | None = None
     profile_save: Path | None = None
     profile_save_every_s: float = SAVE_EVERY_S
@@ -224,6 +228,7 @@ class Engine:
                 stream,
                 plan,
                 ranking=known.profile.ranking(),
+                stager=options.stager,
                 progress=progress,
                 notice=notice,
             )

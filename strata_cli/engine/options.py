@@ -6,6 +6,7 @@ from strata_cli.config import StrataConfig
 from strata_cli.engine.engine import EngineOptions
 from strata_cli.engine.experts.adapting import AdaptRules
 from strata_cli.engine.experts.sizing import RING_BYTES, RingRules
+from strata_cli.engine.experts.stager import StagerSize
 from strata_cli.engine.experts.streaming import StreamOptions
 from strata_cli.engine.prefill.prompt_stream import StreamRules
 from strata_cli.engine.trace import NO_TRACE, Trace
@@ -38,6 +39,7 @@ def engine_options(
         prefill=config.prefill,
         expert_cache=config.expert_cache,
         pinned_bytes=_pinned_bytes(config),
+        stager=StagerSize(config.stager_ring, config.stager_threads),
         expert_profile=config.expert_profile,
         profile_save=config.expert_profile_save,
         profile_save_every_s=60 * config.expert_profile_save_every,

@@ -14,6 +14,7 @@ from strata_cli.commands.main import run, strata
 from strata_cli.config import StrataConfig
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.experts.adapting import AdaptRules
+from strata_cli.engine.experts.stager import StagerSize
 from strata_cli.engine.prefill.prompt_stream import StreamRules
 from strata_cli.errors import ConfigError
 
@@ -97,6 +98,12 @@ def test_the_pinned_part_reaches_the_engine(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], nbytes: int | None
 ) -> None:
     assert options_of(monkeypatch, **environ).pinned_bytes == nbytes
+
+
+def test_the_stager_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_of(monkeypatch).stager == StagerSize()
+    options = options_of(monkeypatch, stager_ring="3", stager_threads="9")
+    assert options.stager == StagerSize(num_buffers=3, num_threads=9)
 
 
 def test_the_adaptive_tier_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from strata_cli.engine.device.base import Device, Stream, Tensor
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.experts.cache import EMPTY, NOT_RESIDENT
+from strata_cli.engine.experts.stager import StagerSize
 from strata_cli.engine.experts.store import ExpertStore, StoreOptions
 from strata_cli.engine.model.tensors import ModelFile
 from tests.experts.tiny_store import has_expert
@@ -16,7 +17,7 @@ from tests.experts.tiny_store import has_expert
 
 def open_store(model: ModelFile, device: Device, reads: Stream, **options: Any) -> ExpertStore:
     ranking = options.pop("ranking", None)
-    wanted = StoreOptions(**{"num_slots": 10, "least_slots": 2, "stager_buffers": 3, **options})
+    wanted = StoreOptions(**{"num_slots": 10, "least_slots": 2, "stager": StagerSize(3), **options})
     return ExpertStore.open(model, device, reads, wanted, ranking=ranking)
 
 

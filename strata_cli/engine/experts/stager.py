@@ -23,6 +23,18 @@ SHORTEST_NAP_S, LONGEST_NAP_S = 50e-6, 1e-3
 NO_JOB = -1
 
 
+class StagerSize(NamedTuple):
+    """Of a stager.
+
+    Attributes:
+        num_buffers: pinned, of a blob each, at least 1.
+        num_threads: that read into them, at least 1.
+    """
+
+    num_buffers: int = NUM_BUFFERS
+    num_threads: int = NUM_THREADS
+
+
 class BlobSource(Protocol):
     """Where blobs come from. Any thread may ask, several at once."""
 

@@ -14,10 +14,12 @@ from strata_cli.engine.experts.arena import BlobArena, Progress, open_arena
 from strata_cli.engine.experts.blobs import BlobLayout, BlobReader, blob_layouts, slot_bytes
 from strata_cli.engine.experts.cache import LEAST_SLOTS, CacheSizes, ExpertCache
 from strata_cli.engine.experts.profile import even_profile
-from strata_cli.engine.experts.stager import NUM_BUFFERS, NUM_THREADS, JobList, Stager
+from strata_cli.engine.experts.stager import JobList, Stager, StagerSize
 from strata_cli.engine.experts.streaming import Blobs
 from strata_cli.engine.experts.uploading import Uploader
 from strata_cli.engine.model.tensors import ModelFile
+
+DEFAULT_STAGER = StagerSize()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +31,13 @@ class StoreOptions:
         pinned_bytes: most bytes of blobs in page-locked memory, the others are staged out of the
             file whenever they are copied; None: all blobs must be pinned.
         least_slots: of the cache that no loan takes.
-        stager_buffers, stager_threads: of the stager.
+        stager: see StagerSize.
     """
 
     num_slots: int
     pinned_bytes: int | None = None
     least_slots: int = LEAST_SLOTS
-    stager_buffers: int = NUM_BUFFERS
-    stager_threads: int = NUM_THREADS
+    stager: StagerSize = DEFAULT_STAGER
 
 
 class ExpertStore:
@@ -112,8 +113,7 @@ class ExpertStore:
             undo.callback(arena.close)
             stager = None
             if not arena.is_pinned.all():
-                buffers, threads = options.stager_buffers, options.stager_threads
-                stager = Stager(device, BlobReader(model), largest, buffers, threads)
+                stager = Stager(device, BlobReader(model), largest, *options.stager)
                 undo.callback(stager.close)
             copies = device.stream("copies")
             undo.callback(copies.close)

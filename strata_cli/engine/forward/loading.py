@@ -15,7 +15,8 @@ from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.device.filling import fill
 from strata_cli.engine.experts.placing import Stores
 from strata_cli.engine.experts.resident import blob_experts
-from strata_cli.engine.experts.store import ExpertStore, StoreOptions
+from strata_cli.engine.experts.stager import StagerSize
+from strata_cli.engine.experts.store import DEFAULT_STAGER, ExpertStore, StoreOptions
 from strata_cli.engine.forward.fetching import Fetcher
 from strata_cli.engine.forward.outline import Needs
 from strata_cli.engine.forward.placing import place_weights
@@ -59,6 +60,7 @@ def load_weights(
     plan: Plan,
     *,
     ranking: NDArray[np.int64] | None = None,
+    stager: StagerSize = DEFAULT_STAGER,
     progress: Progress | None = None,
     notice: Notice | None = None,
 ) -> Loaded:
@@ -71,6 +73,7 @@ def load_weights(
         plan: what goes where.
         ranking: of (layer, expert) pairs, those first that an expert cache should hold; None: of
             an even profile.
+        stager: of experts that stay in the file.
         progress: called with (bytes done, bytes in all).
         notice: called with a sentence when kernels must be compiled first.
 
@@ -82,7 +85,7 @@ def load_weights(
     device.prepare(plan.outline.kernels(), lambda count: _announce(count, device, notice))
     bar = _Bar(_bytes_to_read(model, device, plan), progress)
     with ExitStack() as undo:
-        store = _open_experts(model, device, stream, plan, ranking, bar)
+        store = _open_experts(model, device, stream, plan, ranking, stager, bar)
         experts, fetcher = None, None
         if store is not None:
             undo.callback(store.close)
@@ -138,6 +141,7 @@ def _open_experts(
     stream: Stream,
     plan: Plan,
     ranking: NDArray[np.int64] | None,
+    stager: StagerSize,
     bar: _Bar,
 ) -> ExpertStore | None:
     if plan.cache is None:
@@ -146,6 +150,7 @@ def _open_experts(
         num_slots=plan.cache.num_slots,
         pinned_bytes=plan.cache.pinned_bytes,
         least_slots=plan.cache.least_slots,
+        stager=stager,
     )
     return ExpertStore.open(model, device, stream, options, ranking=ranking, progress=bar.reach)
 
