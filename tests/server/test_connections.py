@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import orjson
 import pytest
@@ -136,3 +138,25 @@ def test_requests_may_follow_each_other_on_one_connection() -> None:
             assert received.count(b"HTTP/1.1 200 OK") == 3
 
     asyncio.run(run())
+
+
+def test_answers_are_sent_without_waiting_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[int] = []
+
+    class Watched(connections.BoundedConnection):
+        most = 9
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            accepted = transport.get_extra_info("socket")
+            delays.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(serving, "connections_of", lambda _most: Watched)
+
+    async def run() -> None:
+        async with server(FakeEngine([1])) as port:
+            assert await answers(port)
+
+    asyncio.run(run())
+    assert delays
+    assert all(delays)
