@@ -225,7 +225,7 @@ def parse(body: object, kind: type[S]) -> Parsed[S]:
         problem, _, path = str(error).partition(" - at `$")
         param = path.rstrip("`").lstrip(".") or None
         raise bad_request(f"{param or 'the body'}: {problem}", param=param) from None
-    known = {field.name for field in msgspec.structs.fields(kind)}
+    known = kind.__struct_fields__
     return Parsed(request, tuple(name for name in body if name not in known))
 
 
