@@ -74,6 +74,8 @@ def cli_page(group: click.Group) -> str:
         command = group.get_command(context, name)
         assert command is not None
         sections += list(_command_section(name, command, context))
+        for sub in getattr(command, "subcommands", ()):
+            sections += list(_command_section(f"{name} {sub.name}", sub, context))
     return _page("Command line", CLI_INTRO, *sections)
 
 

@@ -39,7 +39,13 @@ FILE = written(file_path)
 
 
 class DecideCommand(click.Command):
-    """A command with a subcommand beside its argument: a first word "calibrate" is no state."""
+    """A command with a subcommand beside its argument: a first word "calibrate" is no state.
+
+    Attributes:
+        subcommands: all of them, for the reference.
+    """
+
+    subcommands = (calibrate,)
 
     def make_context(
         self,

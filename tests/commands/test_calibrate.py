@@ -34,7 +34,8 @@ def labelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def calibrate(labelled: Path, *args: str) -> int:
-    return run(strata, ["decide", "calibrate", "--jsonl", str(labelled), "--out", "c.json", *args])
+    files = ["--jsonl", str(labelled), "--out", "c.json"]
+    return run(strata, ["decide", "calibrate", *files, *args])
 
 
 def test_what_is_fitted_is_shown_kept_and_used(

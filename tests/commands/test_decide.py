@@ -158,15 +158,22 @@ def test_a_batch_prior_is_named_as_what_it_is(capsys: pytest.CaptureFixture[str]
         ([STATE, "--file", "x", *CHOICE], "STATE and --file cannot be used together"),
         (["-", "--questions", "-"], "cannot both come from stdin"),
         ([" ", *CHOICE], "the state is empty"),
+        ([STATE, "--questions", "twice.json"], "'a' is there twice"),
+        ([STATE, "--questions", "nan.json"], "NaN is no number of JSON"),
     ],
 )
 def test_what_cannot_be_asked_is_one_error_before_the_model_loads(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     args: list[str],
     message: str,
 ) -> None:
     monkeypatch.setattr(Engine, "open", None)
+    monkeypatch.chdir(tmp_path)
+    ask = '"a": {"question": "A?", "yes_no": true}'
+    Path("twice.json").write_text(f"{{{ask}, {ask}}}")
+    Path("nan.json").write_text('{"a": {"question": "A?", "scale": [NaN, 1]}}')
     assert run(strata, ["decide", *args]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
