@@ -162,7 +162,7 @@ def _disk(machine: Machine) -> Check:
     if disk.is_rotational:
         parts.append("turns, as its driver says")
     is_slow = disk.read_gbps is not None and disk.read_gbps < LEAST_READ_GBPS
-    advice = "loading will take long: put the model on a faster disk" if is_slow else ""
+    advice = "a large model takes long to load: put it on a faster disk" if is_slow else ""
     return Check("disk", "warn" if is_slow else "ok", ", ".join(parts), advice)
 
 

@@ -71,7 +71,7 @@ def write_settings(path: Path, text: str) -> Path | None:
     """Replace the file, whole or not at all, and keep the one before beside it.
 
     Args:
-        path: the file.
+        path: the file, or a link to it, which stays one.
         text: what it should say.
 
     Returns:
@@ -80,6 +80,7 @@ def write_settings(path: Path, text: str) -> Path | None:
     Raises:
         ConfigError: it cannot be written, or what it would say is no valid settings file.
     """
+    path = path.resolve()
     before = path.read_bytes() if path.exists() else None
     if before == text.encode():
         return None

@@ -95,6 +95,15 @@ def test_the_same_again_changes_nothing(path: Path) -> None:
     assert not path.with_name("strata.toml.bak").exists()
 
 
+def test_a_link_stays_a_link(path: Path) -> None:
+    real = path.with_name("real.toml")
+    real.write_text("seed = 7\n", "utf-8")
+    path.symlink_to(real)
+    assert write(path, Choice("threads", 2, "two")) == path.with_name("real.toml.bak")
+    assert path.is_symlink()
+    assert "threads = 2" in real.read_text("utf-8")
+
+
 def test_what_would_be_no_settings_file_is_not_written(path: Path) -> None:
     path.write_text("seed = 7\n", "utf-8")
     with pytest.raises(ConfigError, match="unknown key sed"):
