@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from strata_cli.engine.engine import Engine
+from strata_cli.engine.experts.streaming import ChunkStream
 from strata_cli.engine.reading import ReadRequest, read
 from strata_cli.engine.session import Session
 from strata_cli.errors import Cancelled, DeviceError, StateError
@@ -120,6 +121,42 @@ def test_every_wait_of_a_streamed_prompt_ends(
         sequence.reset()
         assert np.array_equal(sequence.prefill(TURNS[0]), talked.logits[len(TURNS[0]) - 1])
     assert_same_talk(talk(streamed), talked)
+
+
+@pytest.mark.parametrize("way", [Way(ring=16), Way(chunk=24, stream_min=1000, pinned=10)])
+def test_a_prompt_can_be_cancelled_at_any_point(
+    path: Path, talked: Talk, device_name: str, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ahead of every thing that a streamed chunk does, one after the other."""
+    calls, cancel_at = 0, 0
+    cancellation = WatchedCancellation()
+
+    def counted(name: str) -> Any:
+        method = getattr(ChunkStream, name)
+
+        def call(*args: Any) -> Any:
+            nonlocal calls
+            if calls == cancel_at:
+                cancellation.cancel()
+            calls += 1
+            return method(*args)
+
+        return call
+
+    with way.open(path, device_name) as engine:
+        cache = store_of(engine).cache
+        with monkeypatch.context() as patch, engine.sequence() as sequence:
+            for name in ("await_event", "publish", "groups", "finish"):
+                patch.setattr(ChunkStream, name, counted(name))
+            for cancel_at in range(0, 40, 3):
+                calls, cancellation = 0, WatchedCancellation()
+                with pytest.raises(Cancelled):
+                    sequence.prefill(TURNS[0], cancellation=cancellation)
+                assert calls >= cancel_at
+                assert cache.loan is None
+                assert (cache.pair_in == cache.held).all()
+                sequence.reset()
+        assert_same_talk(talk(engine), talked)
 
 
 def test_short_chunks_end_too(path: Path, talked: Talk, device_name: str) -> None:
