@@ -30,6 +30,14 @@ class EngineGone(StrataError):  # noqa: N818 - see above
     """The engine ended, or was ended, before a request was done; the next request restarts it."""
 
 
+def out_of_host_memory(when: str) -> OutOfMemory:
+    """What Python's MemoryError is to the user."""
+    return OutOfMemory(
+        f"the host's memory ran out {when}",
+        hint="lower --max-context, --parallel or --prompt-cache-mib, or close other programs",
+    )
+
+
 def kind_of(error: Exception) -> FailureKind:
     """What an error is to the other process."""
     return next((kind for cls, kind in _KINDS if isinstance(error, cls)), "internal")

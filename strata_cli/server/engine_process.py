@@ -275,6 +275,9 @@ class EngineProcess:
         """Hand out what a worker says, until it is gone."""
         try:
             while (message := await link.receive()) is not None:
+                if isinstance(message, Refused):
+                    self._lose(link, EngineGone(message.message, hint=message.hint))
+                    return
                 self._dispatch(message)
         except ProtocolError as error:
             self._lose(link, EngineGone(error.message, hint=error.hint))
@@ -291,7 +294,10 @@ class EngineProcess:
             while self._asked and not _answer(self._asked.popleft(), message):
                 pass
         elif isinstance(message, Hello | Refused | Loading):
-            raise ProtocolError(f"the engine said {type(message).__name__} out of turn")
+            raise ProtocolError(
+                f"the engine said {type(message).__name__} out of turn",
+                hint="server and worker must be of one version of strata",
+            )
         else:
             self._deliver(message)
 
@@ -386,9 +392,11 @@ def _raise_failure(event: RequestEvent | StrataError) -> GenerateEvent | Scores:
 
 
 def _gone(fate: str, when: str) -> EngineGone:
+    cause = "the server's log has its last words"
+    if "SIGKILL" in fate:
+        cause = "somebody did so, perhaps the kernel for want of memory: see dmesg"
     return EngineGone(
-        f"the engine's process {fate} {when}",
-        hint="the server's log has its last words; the next request starts it again",
+        f"the engine's process {fate} {when}", hint=f"{cause}; the next request starts it again"
     )
 
 

@@ -165,7 +165,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """The worker cannot start, and ends."""
+    """The worker cannot start, or cannot go on, and ends."""
 
     version: int = PROTOCOL_VERSION
     kind: FailureKind

@@ -20,7 +20,7 @@ from strata_cli.engine.prompt_cache import CacheRules, common_tokens
 from strata_cli.engine.session import Session
 from strata_cli.errors import Cancelled, DeviceError, OutOfMemory, StallError, StrataError
 from strata_cli.server.constraint import MakeConstraint
-from strata_cli.server.engine_errors import kind_of
+from strata_cli.server.engine_errors import kind_of, out_of_host_memory
 from strata_cli.server.jobs import AnyJob, Floats, GenerateJob, ScoreJob, Send
 from strata_cli.server.protocol import Beat, Failed, Generate, Score, Status
 from strata_cli.server.sharing import DecodeTurns, SlotUse, choose_slot, share_rows
@@ -29,7 +29,7 @@ from strata_cli.server.tally import Tally, resident_bytes
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Room for one request at a time.
+    """A batch slot: room for one request at a time.
 
     Attributes:
         session: what it has read, and is kept for requests to come.
@@ -285,6 +285,9 @@ class Scheduler:
                 self._failed(job, error)
             if _is_fatal(error):
                 raise
+        except MemoryError:
+            for job in jobs:
+                self._failed(job, out_of_host_memory(f"in a pass over {num_tokens} tokens"))
         finally:
             self._pending_tokens = 0
             self._tally.passes += 1
@@ -298,6 +301,8 @@ class Scheduler:
             self._failed(job, error)
             if _is_fatal(error):
                 raise
+        except MemoryError:
+            self._failed(job, out_of_host_memory("behind a pass"))
 
     def _cancelled(self, job: AnyJob) -> None:
         self._tally.requests_cancelled += 1

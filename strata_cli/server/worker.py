@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from strata_cli.errors import StrataError
-from strata_cli.server.engine_errors import kind_of
+from strata_cli.server.engine_errors import kind_of, out_of_host_memory
 from strata_cli.server.protocol import (
     PROTOCOL_VERSION,
     Beat,
@@ -71,13 +71,35 @@ def _serve(channel: Channel) -> int:
                 f"{PROTOCOL_VERSION}",
                 hint="server and worker must be of one version of strata",
             )
-        logging.basicConfig(format="strata: engine: %(levelname)s: %(message)s")
-        logging.getLogger("strata_cli").setLevel(opening.config.log_level.upper())
+        _log(opening.config.log_level)
         EngineWorker(channel, opening).run()
     except StrataError as error:
-        channel.send(Refused(kind=kind_of(error), message=error.message, hint=error.hint))
-        return error.exit_code
+        return _refuse(channel, error)
+    except MemoryError:
+        return _refuse(channel, out_of_host_memory("outside of a request"))
     return 0
+
+
+def _refuse(channel: Channel, error: StrataError) -> int:
+    channel.send(Refused(kind=kind_of(error), message=error.message, hint=error.hint))
+    return error.exit_code
+
+
+def _log(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter("strata: engine: %(levelname)s: %(message)s"))
+    logger = logging.getLogger("strata_cli")
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+
+
+class LineFormatter(logging.Formatter):
+    """Log lines in the form of our error lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base's name
+        """The line, with its level in small letters."""
+        record.levelname = record.levelname.lower()
+        return super().formatMessage(record)
 
 
 class EngineWorker:
@@ -99,7 +121,7 @@ class EngineWorker:
         """Load the model, and serve until the server wants no more.
 
         Raises:
-            StrataError: the model cannot be loaded.
+            StrataError: the model cannot be loaded, or the device cannot be used any more.
         """
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()

@@ -68,7 +68,13 @@ class WorkerLink:
             except BaseException:
                 ours.close()
                 raise
-        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:  # given up just now: the process must not stay
+            ours.close()
+            process.kill()
+            await process.wait()
+            raise
         return cls(process, reader, writer)
 
     @property

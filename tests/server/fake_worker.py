@@ -74,6 +74,10 @@ class FakeWorker:
             os.kill(os.getpid(), signal.SIGKILL)
         elif mode == "babbles":
             self.channel._connection.sendall(b"\0\0\0\1?")
+        elif mode == "gives up":
+            self.channel.send(
+                Refused(kind="device", message="cuda:0 fell off the bus", hint="pray")
+            )
         elif mode == "hangs":
             threading.Thread(target=self.beat, daemon=True).start()
         elif mode == "fails":

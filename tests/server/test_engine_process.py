@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import aclosing
 
 import pytest
@@ -59,10 +60,13 @@ def test_a_command_that_is_not_there() -> None:
     [
         ("is killed", "was ended by SIGKILL while it was in use"),
         ("babbles", "no message of this protocol"),
+        ("gives up", "cuda:0 fell off the bus"),
         ("hangs", "got nothing done for 0.2 s"),
     ],
 )
 def test_a_worker_that_is_lost_fails_its_requests_and_is_replaced(mode: str, text: str) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+
     async def body(engine: EngineProcess) -> None:
         for starts in (1, 2):
             engine._silence.limit_s = 300
@@ -76,6 +80,7 @@ def test_a_worker_that_is_lost_fails_its_requests_and_is_replaced(mode: str, tex
             assert (engine.state, engine.starts, engine.running) == ("dead", starts, 0)
 
     with_engine(fake(mode), body)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_worker_that_never_loads_is_given_up() -> None:
