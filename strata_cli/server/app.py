@@ -20,7 +20,7 @@ from strata_cli.server.failures import INTERNAL, INVALID, Failure, RequestFailed
 from strata_cli.server.openapi import openapi
 from strata_cli.server.service import Service
 from strata_cli.server.streaming import ClientGone
-from strata_cli.server.tokens import detokenize, tokenize
+from strata_cli.server.tokens import detokenize, tokenize, tokenizer_info
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ ROUTES = (
     Route("/api/health", control.health, methods=["GET"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
     Route("/openapi.json", openapi, methods=["GET"]),
 )
 _PATHS = frozenset(route.path for route in ROUTES)

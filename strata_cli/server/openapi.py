@@ -91,6 +91,7 @@ _GETS = {
     "/health": "Whether a request would be answered now.",
     "/status": "What the server is doing.",
     "/metrics": "Counters for Prometheus.",
+    "/tokenizer_info": "Special tokens and the chat template.",
     "/openapi.json": "This document.",
 }
 

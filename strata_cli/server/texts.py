@@ -19,6 +19,12 @@ from strata_cli.server.failures import RequestFailed, bad_request
 
 T = TypeVar("T")
 
+_SPECIAL_NAMES = {
+    "bos_token": "bos_token",
+    "eos_token": "eos_token",
+    "padding_token": "pad_token",
+}
+
 SHORT_TEXT = 512
 """Characters that are encoded on the event loop; for more another thread is worth its start."""
 
@@ -30,13 +36,21 @@ class ModelTexts:
         name: what the model is called.
         tokenizer: the model's.
         template: the model's, or None.
+        special_tokens: texts of bos_token, eos_token and pad_token, as far as there are any.
 
     Attributes:
-        name, tokenizer, template: as given.
+        name, tokenizer, template, special_tokens: as given.
     """
 
-    def __init__(self, name: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
+        self.special_tokens = dict(special_tokens or {})
         self.tokenizer = tokenizer
         self.template = template
 
@@ -49,10 +63,17 @@ class ModelTexts:
         """
         with open_gguf(path) as file:
             name = file.metadata.get("general.name")
+            tokenizer = Tokenizer.from_metadata(file.metadata)
+            ids = {key: file.metadata.get(f"tokenizer.ggml.{key}_id") for key in _SPECIAL_NAMES}
             return cls(
                 name if isinstance(name, str) and name else model_stem(file.paths[0]),
-                Tokenizer.from_metadata(file.metadata),
+                tokenizer,
                 ChatTemplate.from_metadata(file.metadata),
+                {
+                    _SPECIAL_NAMES[key]: tokenizer.token_text(token_id)
+                    for key, token_id in ids.items()
+                    if isinstance(token_id, int) and 0 <= token_id < tokenizer.vocab_size
+                },
             )
 
     @property

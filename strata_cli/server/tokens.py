@@ -38,6 +38,21 @@ async def detokenize(request: Request) -> Response:
     return json_response({"prompt": text}, headers=ignored_headers(parsed))
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """What a client needs to prepare prompts itself, by the names that transformers gives it."""
+    service = service_of(request)
+    texts, facts = service.texts, service.engine.facts
+    return json_response(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "vocab_size": texts.tokenizer.vocab_size,
+            "model_max_length": None if facts is None else facts.context_tokens,
+            **texts.special_tokens,
+            "chat_template": None if texts.template is None else texts.template.source,
+        }
+    )
+
+
 async def _ids(service: Service, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from strata_cli.models import DEMO_MODEL_PATH
 from strata_cli.server.asking import SamplingDefaults
 from strata_cli.server.protocol import Counters, ExpertCounters, Status
+from strata_cli.server.texts import ModelTexts
 from tests.server.asgi import ask, get, post
 from tests.server.fake_engine import FakeEngine, new_app, tokenizer
 
@@ -142,6 +144,14 @@ def test_tokens_and_back() -> None:
     assert answer["token_strs"][0] == "hello"
     assert ask(app, "/detokenize", tokens=ids).json == {"prompt": "hello <|im_end|> €"}
     assert ask(app, "/detokenize", tokens=[267]).status == 400
+
+
+def test_clients_learn_the_special_tokens_and_the_template() -> None:
+    texts = ModelTexts.open(DEMO_MODEL_PATH)
+    answer = get(new_app(FakeEngine(), texts=texts), "/tokenizer_info").json
+    assert (answer["eos_token"], answer["pad_token"]) == ("<|im_end|>", "<|endoftext|>")
+    assert answer["model_max_length"] == 64
+    assert "<|im_start|>" in answer["chat_template"]
 
 
 def test_the_tokens_of_a_chat_are_those_that_it_is_read_as() -> None:
