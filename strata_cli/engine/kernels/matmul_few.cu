@@ -18,6 +18,7 @@
 #include "weights.cuh"
 #include "wide_book.cuh"
 
+constexpr unsigned ALL_THREADS = 0xffffffffu;
 constexpr int MOST_REGISTERS = 64;  // two blocks of 16 warps then find room on a multiprocessor
 
 // How a matrix is compiled for: its type, the weights a lane owns, what divides its rows'
@@ -224,10 +225,11 @@ __device__ inline bool find_pairs(Found &found, const int *row_of, const int *ex
     constexpr int AT_ONCE = 2;  // experts of a thread; every load is on its way before one is used
     wait_for_launches_ahead();
     const int before = expert_start[0], all_pairs = expert_start[experts];
-    const int own = min(blockIdx.x + min(threadIdx.x, columns - 1), gridDim.x - 1);
+    const int thread = threadIdx.x, first_pair = blockIdx.x, pairs = gridDim.x;
+    const int own = min(first_pair + min(thread, columns - 1), pairs - 1);
     int source = row_of[own];  // the right one where these are the first experts
-    const int pair = before + blockIdx.x;
-    for (int base = threadIdx.x; base < experts; base += AT_ONCE * blockDim.x) {
+    const int pair = before + first_pair;
+    for (int base = thread; base < experts; base += AT_ONCE * blockDim.x) {
         int start[AT_ONCE], end[AT_ONCE];
         long long first[AT_ONCE], second[AT_ONCE];
 #pragma unroll
@@ -244,9 +246,9 @@ __device__ inline bool find_pairs(Found &found, const int *row_of, const int *ex
             found.count = (pair - start[i]) % columns ? 0 : min(columns, end[i] - pair);
         }
     }
-    if (threadIdx.x < columns && pair + threadIdx.x < all_pairs) {
-        if (before || own != blockIdx.x + threadIdx.x) source = row_of[pair + threadIdx.x];
-        found.source[threadIdx.x] = source;
+    if (thread < columns && pair + thread < all_pairs) {
+        if (before || own != first_pair + thread) source = row_of[pair + thread];
+        found.source[thread] = source;
     }
     if (pair >= all_pairs) return false;
     __syncthreads();
@@ -439,49 +441,72 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
 }
 
 #if BULK
+// A span of a stage, where it goes, and how often the slot was used before.
+struct OwnSpan {
+    Span span;
+    int slot, uses;
+};
+
+// Span `index` of the stages of all tiles of the block, in order; teams take tiles in turns.
+template <int ROWS, int MATRICES, class... Kinds>
+__device__ inline OwnSpan own_span(const Work<ROWS, MATRICES, Kinds...> &work, const Team &team,
+                                   int stage_number, int index, int &chunks) {
+    const Layout &layout = work.layout;
+    const int own_tile = stage_number / layout.parts;
+    const int part = stage_number - own_tile * layout.parts;
+    const int round = own_tile / team.count, number = own_tile - round * team.count;
+    const int turn = round * layout.parts + part, uses = turn / layout.slots;
+    const int tile = blockIdx.y + own_tile * gridDim.y;
+    const Matrix matrix = work.matrix_of(tile);
+    const Cut cut = work.cut_of(matrix.kind);
+    const int tile_rows = work.plan_of(matrix.kind).tile_rows;
+    const int row = (tile - matrix.first_tile) * tile_rows;
+    const Stage stage = {matrix.data, matrix.rows, row, min(tile_rows, matrix.rows - row), part};
+    chunks = cut.chunks;
+    return {span_of(cut, stage, index), number * layout.slots + turn - uses * layout.slots, uses};
+}
+
 // The stages of all tiles of the block, one after the other, each into its team's ring; by one
-// warp. Those that the rings hold start before the block's first barrier.
+// warp, whose lanes find the spans of several stages at once. Those that the rings hold start
+// before the block's first barrier. Behind the last one, the next launch may start: then no launch
+// but the next holds room beside this one.
 template <class Shared, int ROWS, int MATRICES, class... Kinds>
 __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, const Shared &shared,
                                    const Team &team) {
+    constexpr int AT_ONCE = 32 / ROWS;
     const Layout &layout = work.layout;
-    if ((threadIdx.x & 31) == 0) {
+    const int lane = threadIdx.x & 31, own = lane / ROWS, index = lane % ROWS;
+    if (lane == 0) {
         for (int i = 0; i < team.count * layout.slots; i++) {
             open_gate(shared.full + i, ROWS);
             open_gate(shared.empty + i, team.warps);
         }
         publish_gates();
     }
-    Turn round = {0, 1}, turn = round;  // of the teams' stages of one tile each; all alike
-    int number = 0;
+    const int own_tiles = (work.tiles - static_cast<int>(blockIdx.y) + gridDim.y - 1) / gridDim.y;
+    const int stages = own_tiles * layout.parts;
     bool is_first = true;
 #pragma unroll 1
-    for (int tile = blockIdx.y; tile < work.tiles; tile += gridDim.y) {
-        const Matrix matrix = work.matrix_of(tile);
-        const Cut cut = work.cut_of(matrix.kind);
-        const int tile_rows = work.plan_of(matrix.kind).tile_rows;
-        const int row = (tile - matrix.first_tile) * tile_rows;
-        turn = round;
+    for (int base = 0; base < stages; base += AT_ONCE) {
+        int chunks;
+        const OwnSpan place = own_span(work, team, min(base + own, stages - 1), index, chunks);
 #pragma unroll 1
-        for (int part = 0; part < layout.parts; part++) {
-            const Stage stage = {matrix.data, matrix.rows, row, min(tile_rows, matrix.rows - row),
-                                 part};
-            const int slot = number * layout.slots + turn.slot;
-            const bool is_used = !is_first || turn.parity == 0;
-            __syncwarp();
-            if (is_used && is_first) {
+        for (int i = 0; i < min(AT_ONCE, stages - base); i++) {
+            const int slot = __shfl_sync(ALL_THREADS, place.slot, i * ROWS);
+            const int uses = __shfl_sync(ALL_THREADS, place.uses, i * ROWS);
+            if (uses > 0 && is_first) {
                 is_first = false;
                 __syncthreads();
             }
-            if (is_used) pass_gate(shared.empty + slot, turn.parity);
-            start_stage<ROWS>(shared.slots + slot * layout.slot_chunks * 16, cut, stage,
-                              shared.full + slot);
-            turn.go_on(layout.slots);
+            if (uses > 0) pass_gate(shared.empty + slot, uses + 1 & 1);
+            if (own == i)
+                start_span(shared.slots + (slot * layout.slot_chunks + index * chunks) * 16,
+                           place.span, shared.full + slot);
+            __syncwarp();
         }
-        if (++number == team.count) number = 0, round = turn;
     }
-    __syncwarp();
     if (is_first) __syncthreads();
+    let_next_start();
 }
 #endif
 
@@ -497,6 +522,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
         copy_stages(work, shared, team);
 #else
         __syncthreads();
+        let_next_start();
 #endif
         return;
     }
@@ -523,7 +549,6 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.layout = layout_from(team_warps, slots, slot_chunks, parts);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
-    let_next_start();
     const int first = static_cast<int>(columns) * blockIdx.x;
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
     few(work, {nullptr, first, count}, x, Plain(), shared);
@@ -544,7 +569,6 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.layout = layout_from(team_warps, slots, slot_chunks, parts);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
-    let_next_start();
     const Gated gate = {up == x ? nullptr : up, static_cast<float>(divisor)};
     const int first = static_cast<int>(columns) * blockIdx.x;
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
@@ -589,7 +613,6 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.layout = layout_from(team_warps, slots, slot_chunks, parts);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
-    let_next_start();
     const int first = static_cast<int>(columns) * blockIdx.x;
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
     few(work, {nullptr, first, count}, x, Plain(), shared);
@@ -608,7 +631,6 @@ __global__ void __maxnreg__(MOST_REGISTERS)
                 long long chunks) {
     extern __shared__ uint4 shared[];
     __shared__ Found found;
-    let_next_start();
     if (!find_pairs(found, row_of, expert_start, static_cast<int>(experts),
                     static_cast<int>(columns), blobs, blobs))
         return;
@@ -633,7 +655,6 @@ __global__ void __maxnreg__(MOST_REGISTERS)
                       long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
     __shared__ Found found;
-    let_next_start();
     if (!find_pairs(found, row_of, expert_start, static_cast<int>(experts),
                     static_cast<int>(columns), blobs, blobs))
         return;
@@ -660,7 +681,6 @@ __global__ void __maxnreg__(MOST_REGISTERS)
                  long long chunks) {
     extern __shared__ uint4 shared[];
     __shared__ Found found;
-    let_next_start();
     if (!find_pairs(found, row_of, expert_start, static_cast<int>(experts),
                     static_cast<int>(columns), blobs0, blobs1))
         return;

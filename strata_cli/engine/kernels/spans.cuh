@@ -71,14 +71,8 @@ __device__ inline void finish_span(unsigned char *to, const Span &span) {
 }
 
 #if BULK
-// Starts the copies of a stage, by a whole warp; each of the first ROWS lanes arrives at the gate.
-template <int ROWS>
-__device__ inline void start_stage(unsigned char *slot, const Cut &cut, const Stage &stage,
-                                   unsigned long long *gate) {
-    const int index = threadIdx.x & 31;
-    if (index >= ROWS) return;
-    const Span span = span_of(cut, stage, index);
-    slot += index * cut.chunks * 16;
+// Starts the copy of a span; arrives at the gate.
+__device__ inline void start_span(unsigned char *slot, const Span &span, unsigned long long *gate) {
     finish_span(slot, span);
     arrive_expecting(gate, span.nbytes);
     if (span.nbytes) copy_bulk(slot, span.from, span.nbytes, gate);
