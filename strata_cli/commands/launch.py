@@ -22,6 +22,7 @@ from strata_cli.commands.options import (
     config_file_of,
     config_options,
     given_settings,
+    gpu_variables,
     load_config,
     written,
 )
@@ -230,7 +231,7 @@ def _write(asked: Asked, plan: LaunchPlan) -> None:
 def _start_service(
     services: Services, asked: Asked, plan: LaunchPlan, service_user: str | None
 ) -> None:
-    options = unit_options(plan, services.scope, asked.file, service_user)
+    options = unit_options(plan, services.scope, asked.file, service_user, gpu_variables())
     services.install(unit_text(options))
     click.echo(f"strata: starting {services.path}, ready when the model is loaded", err=True)
     services.start()

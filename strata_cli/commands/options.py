@@ -95,6 +95,12 @@ def service_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
+def gpu_variables() -> dict[str, str]:
+    """What says to the NVIDIA driver which GPUs there are for this process, and in which order."""
+    names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def written(parse: Parser[T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
     """Callback of a command's own option, whose value is written, and refused, like a setting's.
 

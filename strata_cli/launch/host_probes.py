@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from strata_cli.engine.device.cache_folder import open_cache
+from strata_cli.engine.device.host import usable_threads
 from strata_cli.launch.machine import NO_LIMIT, Memlock, Processor, Software
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -26,9 +27,7 @@ def probe_processor(cpuinfo: Path = CPUINFO) -> Processor:
         fields.setdefault(name.strip(), value.strip())
     name = fields.get("model name") or platform.machine()
     features = fields.get("flags") or fields.get("Features", "")
-    return Processor(
-        name, len(os.sched_getaffinity(0)), os.cpu_count() or 1, frozenset(features.split())
-    )
+    return Processor(name, usable_threads(), os.cpu_count() or 1, frozenset(features.split()))
 
 
 def probe_memlock(status: Path = STATUS) -> Memlock:

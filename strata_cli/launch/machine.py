@@ -16,7 +16,7 @@ class Processor(NamedTuple):
 
     Attributes:
         name: what its maker calls it.
-        num_usable: logical cores that this process may use.
+        num_usable: logical cores that this process may use, or has the time of.
         num_cores: logical cores that the machine has.
         features: of its instruction set.
     """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from strata_cli.launch.planning import LaunchPlan
@@ -33,17 +35,27 @@ def serve_command(settings: Path, argv0: str = "", *, is_service: bool = False) 
 def become(command: tuple[str, ...]) -> None:
     """Replace this process by the server, which may then lock as much memory as it can.
 
-    Does not return. A GPU that was looked at is free again, and signals go to the server.
+    Does not return. A GPU that was looked at is free again: no open file of its driver goes along.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.set_inheritable(descriptor, False)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], command)
 
 
-def unit_options(plan: LaunchPlan, scope: str, settings: Path, user: str | None) -> UnitOptions:
+def unit_options(
+    plan: LaunchPlan,
+    scope: str,
+    settings: Path,
+    user: str | None,
+    environment: Mapping[str, str],
+) -> UnitOptions:
     """The service that runs a plan.
 
     Args:
@@ -51,6 +63,7 @@ def unit_options(plan: LaunchPlan, scope: str, settings: Path, user: str | None)
         scope: "user" or "system".
         settings: the settings file, whose folder's owner runs a system service.
         user: another one who does; None: that owner.
+        environment: variables that say which GPUs there are, and in which order.
     """
     model = next(choice.reason for choice in plan.choices if choice.name == "model")
     return UnitOptions(
@@ -59,6 +72,7 @@ def unit_options(plan: LaunchPlan, scope: str, settings: Path, user: str | None)
         description=f"Strata: {model}",
         user=owner_of(settings.absolute().parent) if user is None else user.replace("root", ""),
         is_gpu=str(plan.value("device")) != "host",
+        environment=tuple(sorted(environment.items())),
         readable=tuple(path.absolute() for path in [plan.value("model")] if path is not None),
         writable=tuple(dict.fromkeys(_folders(plan))),
     )

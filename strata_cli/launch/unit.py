@@ -51,6 +51,7 @@ class UnitOptions:
         description: of the service, on one line.
         user: that a system service runs as; empty: root.
         is_gpu: whether it needs the NVIDIA driver.
+        environment: variables that it needs, by name.
         readable: files that it reads, beside those that the command names.
         writable: files or folders that it writes beside its cache.
     """
@@ -60,6 +61,7 @@ class UnitOptions:
     description: str
     user: str = ""
     is_gpu: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
     readable: tuple[Path, ...] = ()
     writable: tuple[Path, ...] = ()
 
@@ -123,6 +125,8 @@ def _life_lines(options: UnitOptions) -> Iterator[str]:
     if options.is_gpu and options.scope == "system":
         # The device files appear when something asks for them that may create them.
         yield "ExecStartPre=+-/usr/bin/nvidia-modprobe -c 0 -u"
+    for name, value in options.environment:
+        yield f"Environment={exec_word(f'{name}={value}').replace('$$', '$')}"
     yield f"ExecStart={' '.join(map(exec_word, options.command))}"
     yield "TimeoutStartSec=infinity"  # a large model on a slow disk; the server reports progress
     yield f"TimeoutStopSec={STOP_S}"

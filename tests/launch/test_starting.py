@@ -44,7 +44,10 @@ def test_the_server_may_lock_as_much_as_it_can(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 1 << 30))
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
     monkeypatch.setattr(os, "execv", lambda *args: ran.append(args))
-    become(("/bin/true", "serve"))
+    with open(os.devnull, "rb") as file:
+        os.set_inheritable(file.fileno(), True)
+        become(("/bin/true", "serve"))
+        assert not os.get_inheritable(file.fileno())
     assert limits == [(1 << 30, 1 << 30)]
     assert ran == [("/bin/true", ("/bin/true", "serve"))]
 
@@ -55,12 +58,13 @@ def test_a_service_runs_as_the_owner_of_its_folder_and_writes_where_it_must(
     monkeypatch.setattr(starting, "owner_of", lambda folder: f"owner of {folder.name}")
     settings = tmp_path / "strata.toml"
     plan = plan_of(expert_profile_save=Path("/srv/profiles/a.npz"), trace="1")
-    options = unit_options(plan, "system", settings, None)
+    options = unit_options(plan, "system", settings, None, {"CUDA_VISIBLE_DEVICES": "1,0"})
     assert options.user == f"owner of {tmp_path.name}"
     assert options.readable == (Path("/models/made-up.gguf"),)
     assert options.writable == (Path("/srv/profiles"),)
     assert options.is_gpu
+    assert options.environment == (("CUDA_VISIBLE_DEVICES", "1,0"),)
     assert options.description == "Strata: Made-Up 60B, 41.00 GiB"
     assert options.command[-1] == str(settings)
-    assert unit_options(plan, "system", settings, "root").user == ""
-    assert unit_options(plan, "system", settings, "strata").user == "strata"
+    assert unit_options(plan, "system", settings, "root", {}).user == ""
+    assert unit_options(plan, "system", settings, "strata", {}).user == "strata"

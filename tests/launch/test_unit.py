@@ -23,6 +23,10 @@ def options(scope: str, user: str = "daemon") -> UnitOptions:
         description="Strata: Made-Up 60B at 50 %",
         user=user,
         is_gpu=True,
+        environment=(
+            ("CUDA_VISIBLE_DEVICES", "1,0"),
+            ("STRANGE", "5 $ % \\"),
+        ),
         writable=(Path("/srv/my models"),),
     )
 
@@ -43,6 +47,8 @@ def test_a_unit_is_ready_when_the_server_says_so_and_ends_in_ten_seconds(scope: 
         assert lines.count(line) == 1
     assert f'ExecStart={TRUE} -m strata_cli serve --config "/srv/my models/strata.toml"' in lines
     assert "Description=Strata: Made-Up 60B at 50 %%" in lines
+    assert "Environment=CUDA_VISIBLE_DEVICES=1,0" in lines
+    assert 'Environment="STRANGE=5 $ %% \\\\"' in lines
 
 
 def test_a_system_service_is_locked_up_but_sees_its_gpu() -> None:
