@@ -1,4 +1,4 @@
-"""Memory limits of control groups, as a container or a service sets them."""
+"""Limits of control groups, as a container or a service sets them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from strata_cli.engine.device import host as host_module
 from strata_cli.engine.device import host_memory as host_memory_module
 from strata_cli.engine.device.base import MemoryInfo
-from strata_cli.engine.device.cgroup import cgroup_memory
+from strata_cli.engine.device.cgroup import cgroup_memory, cgroup_processors
+from strata_cli.engine.device.host import usable_threads
 from strata_cli.engine.device.host_memory import host_memory
 
 
@@ -50,3 +52,25 @@ def test_a_machine_has_no_more_than_its_container(monkeypatch: pytest.MonkeyPatc
     assert host_memory() == small
     monkeypatch.setattr(host_memory_module, "cgroup_memory", lambda: MemoryInfo(1 << 60, 1 << 60))
     assert host_memory().total_bytes == whole.total_bytes
+
+
+def test_time_is_limited_by_the_strictest_group(tmp_path: Path) -> None:
+    membership = tmp_path / "membership"
+    membership.write_text("0::/a/b\n")
+    assert cgroup_processors(tmp_path, membership) is None
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "cpu.max").write_text("max 100000\n")
+    assert cgroup_processors(tmp_path, membership) is None
+    (tmp_path / "a" / "cpu.max").write_text("250000 100000\n")
+    (tmp_path / "cpu.max").write_text("800000 100000\n")
+    assert cgroup_processors(tmp_path, membership) == 2.5
+    assert cgroup_processors(tmp_path, tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(("quota", "expected"), [(None, 8), (2.5, 3), (0.2, 1), (64.0, 8)])
+def test_no_more_threads_than_the_container_has_time_for(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, expected: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(host_module, "cgroup_processors", lambda: quota)
+    assert usable_threads() == expected

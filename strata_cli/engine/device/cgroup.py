@@ -1,4 +1,4 @@
-"""How much memory the process's control groups leave it, as containers and services set it."""
+"""What the process's control groups leave it of the machine, as containers and services set it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,44 @@ def cgroup_memory(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> MemoryI
     Returns:
         None where no group sets a limit.
     """
+    limits = [limit for limit in map(_limit, _groups(mount, membership)) if limit is not None]
+    return min(limits, default=None)
+
+
+def cgroup_processors(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> float | None:
+    """Processors' worth of time allowed, by the strictest of the groups that the process is in.
+
+    Args:
+        mount: where control groups (version 2) are mounted.
+        membership: the file that names the process's own.
+
+    Returns:
+        None where no group sets a limit.
+    """
+    quotas = [quota for quota in map(_quota, _groups(mount, membership)) if quota is not None]
+    return min(quotas, default=None)
+
+
+def _groups(mount: Path, membership: Path) -> list[Path]:
+    """The process's own group and all above it; none where version 2 is not in use."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
+        return []
     own = next((line[len(_UNIFIED) :] for line in lines if line.startswith(_UNIFIED)), None)
     if own is None:
-        return None
+        return []
     group = mount / own
-    groups = [group, *group.parents][: len(Path(own).parts) + 1]
-    limits = [limit for limit in map(_limit, groups) if limit is not None]
-    return min(limits, default=None)
+    return [group, *group.parents][: len(Path(own).parts) + 1]
+
+
+def _quota(group: Path) -> float | None:
+    """Of time: "400000 100000" is four processors; "max 100000" is as many as there are."""
+    try:
+        allowed, period = (group / "cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return None
+    return None if allowed == "max" else int(allowed) / int(period)
 
 
 def _limit(group: Path) -> MemoryInfo | None:

@@ -6,6 +6,7 @@ It is the reference for every other device, and it runs small models where there
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Home, Kernel, MemoryInfo
+from strata_cli.engine.device.cgroup import cgroup_processors
 from strata_cli.engine.device.host_memory import (
     HostBuffer,
     anonymous_bytes,
@@ -27,8 +29,9 @@ from strata_cli.errors import ConfigError, DeviceError
 
 
 def usable_threads() -> int:
-    """Processors that this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """Processors that this process may run on, or the time of which its container gives it."""
+    usable, quota = len(os.sched_getaffinity(0)), cgroup_processors()
+    return usable if quota is None else max(min(usable, math.ceil(quota)), 1)
 
 
 class HostDevice:
