@@ -119,7 +119,8 @@ def _loop_over_blocks(decoder: Callable[[Block], None], layout: BlockLayout) -> 
                 from_byte = builder.mul(loop.index, ir.Constant(count.type, layout.nbytes))
                 to_weight = builder.mul(loop.index, ir.Constant(count.type, layout.weights))
                 block = builder.gep(source, [from_byte])
-                decoder(Block(builder, block, builder.gep(target, [to_weight]), table))
+                to, features = builder.gep(target, [to_weight]), context.codegen().magic_tuple()[2]
+                decoder(Block(builder, block, to, table, features))
             return context.get_dummy_value()
 
         return _SIGNATURE, generate

@@ -179,8 +179,8 @@ def mxfp4(block: Block) -> None:
     # Exponents 0 and 1 make denormals.
     is_small = (exponent >> 1).equals(0)
     d = is_small.pick((exponent + 1) << 21, (exponent - 1) << 23).as_float()
-    block.store(0, (codes & 15).look_up(_E2M1_DOUBLED).floats() * d)
-    block.store(16, (codes >> 4).look_up(_E2M1_DOUBLED).floats() * d)
+    block.store(0, block.look_up(codes & 15, _E2M1_DOUBLED).floats() * d)
+    block.store(16, block.look_up(codes >> 4, _E2M1_DOUBLED).floats() * d)
 
 
 def nvfp4(block: Block) -> None:
@@ -191,5 +191,5 @@ def nvfp4(block: Block) -> None:
         normal = (((exponent + 119) << 23) | (mantissa << 20)).as_float()
         d = exponent.equals(0).pick(mantissa.floats() * 2.0**-10, normal)
         d = scale.equals(0x7F).pick(d.constant(0.0), d)
-        block.store(16 * run, (codes & 15).look_up(_E2M1_DOUBLED).floats() * d)
-        block.store(16 * run + 8, (codes >> 4).look_up(_E2M1_DOUBLED).floats() * d)
+        block.store(16 * run, block.look_up(codes & 15, _E2M1_DOUBLED).floats() * d)
+        block.store(16 * run + 8, block.look_up(codes >> 4, _E2M1_DOUBLED).floats() * d)

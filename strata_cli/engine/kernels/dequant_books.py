@@ -10,22 +10,22 @@ from strata_cli.engine.kernels.dequant_lanes import Block
 from strata_cli.engine.kernels.lanes import Lanes
 
 _IQ4_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_BITS = [1 << bit for bit in range(8)]
 
 
-def _signed(magnitudes: Lanes, signs: Lanes, first: int = 0) -> Lanes:
-    """Magnitudes, negative where bit first + lane of the scalar signs is set."""
+def _signed(magnitudes: Lanes, signs: Lanes) -> Lanes:
+    """Magnitudes, negative where the lane's bit of the scalar signs is set."""
     count = magnitudes.value.type.count
-    bits = signs.unsigned(8).spread(count) & _BITS[first : first + count]
-    return bits.equals(0).pick(magnitudes, magnitudes.negated())
+    return signs.bits(count).pick(magnitudes.negated(), magnitudes)
 
 
 def _even_signs(code: Lanes) -> Lanes:
     """Eight sign bits from seven (32-bit scalar): the eighth makes their number even."""
-    folded = code ^ (code >> 4)
-    folded = folded ^ (folded >> 2)
-    folded = folded ^ (folded >> 1)
-    return code | ((folded & 1) << 7)
+    return code | ((code.count_bits() & 1) << 7)
+
+
+def _two(first: Lanes, second: Lanes) -> Lanes:
+    """Sixteen sign bits from twice eight."""
+    return first | (second << 8)
 
 
 def _nibble(block: Block, at: int, index: int) -> Lanes:
@@ -39,9 +39,10 @@ def iq2_xxs(block: Block) -> None:
     for run in range(8):
         word = block.integer(6 + 8 * run, 32)
         scale = d * ((word >> 28).floats() + 0.5) * 0.25
-        for part in range(4):
-            values = block.entry(block.byte(2 + 8 * run + part), 8)
-            values = _signed(values, _even_signs((word >> (7 * part)) & 127))
+        signs = [_even_signs((word >> (7 * part)) & 127) for part in range(4)]
+        for part in (0, 2):
+            indices = [block.byte(2 + 8 * run + part + i) for i in range(2)]
+            values = _signed(block.entries(indices, 8), _two(signs[part], signs[part + 1]))
             block.store(32 * run + 8 * part, values.floats() * scale)
 
 
@@ -50,10 +51,10 @@ def iq2_xs(block: Block) -> None:
     d = block.half(0)
     for run in range(16):
         scale = d * (_nibble(block, 66, run).floats() + 0.5) * 0.25
-        for part in range(2):
-            word = block.integer(2 + 4 * run + 2 * part, 16).unsigned(32)
-            values = _signed(block.entry(word & 511, 8), _even_signs(word >> 9))
-            block.store(16 * run + 8 * part, values.floats() * scale)
+        words = [block.integer(2 + 4 * run + 2 * i, 16).unsigned(32) for i in range(2)]
+        signs = _two(*(_even_signs(word >> 9) for word in words))
+        values = _signed(block.entries([word & 511 for word in words], 8), signs)
+        block.store(16 * run, values.floats() * scale)
 
 
 def iq2_s(block: Block) -> None:
@@ -61,11 +62,12 @@ def iq2_s(block: Block) -> None:
     d = block.half(0)
     for run in range(16):
         scale = d * (_nibble(block, 74, run).floats() + 0.5) * 0.25
+        indices = []
         for group in (2 * run, 2 * run + 1):
             high = (block.byte(66 + group // 4) >> (2 * (group % 4))) & 3
-            values = block.entry(block.byte(2 + group) | (high << 8), 8)
-            values = _signed(values, block.byte(34 + group))
-            block.store(8 * group, values.floats() * scale)
+            indices.append(block.byte(2 + group) | (high << 8))
+        values = _signed(block.entries(indices, 8), block.integer(34 + 2 * run, 16))
+        block.store(16 * run, values.floats() * scale)
 
 
 def iq3_xxs(block: Block) -> None:
@@ -74,11 +76,11 @@ def iq3_xxs(block: Block) -> None:
     for run in range(8):
         word = block.integer(66 + 4 * run, 32)
         scale = d * ((word >> 28).floats() + 0.5) * 0.5
-        for part in range(8):
-            values = block.entry(block.byte(2 + 8 * run + part), 4)
-            signs = _even_signs((word >> (7 * (part // 2))) & 127)
-            values = _signed(values, signs, 4 * (part % 2))
-            block.store(32 * run + 4 * part, values.floats() * scale)
+        signs = [_even_signs((word >> (7 * part)) & 127) for part in range(4)]
+        for part in (0, 2):
+            indices = [block.byte(2 + 8 * run + 2 * part + i) for i in range(4)]
+            values = _signed(block.entries(indices, 4), _two(signs[part], signs[part + 1]))
+            block.store(32 * run + 8 * part, values.floats() * scale)
 
 
 def iq3_s(block: Block) -> None:
@@ -86,11 +88,12 @@ def iq3_s(block: Block) -> None:
     d = block.half(0)
     for run in range(8):
         scale = d * (_nibble(block, 106, run) * 2 + 1).floats()
-        for part in range(8):
-            group = 8 * run + part
-            high = (block.byte(66 + run) >> part) & 1
-            values = block.entry(block.byte(2 + group) | (high << 8), 4)
-            values = _signed(values, block.byte(74 + group // 2), 4 * (part % 2))
+        for part in (0, 4):
+            group, indices = 8 * run + part, []
+            for i in range(part, part + 4):
+                high = (block.byte(66 + run) >> i) & 1
+                indices.append(block.byte(2 + 8 * run + i) | (high << 8))
+            values = _signed(block.entries(indices, 4), block.integer(74 + group // 2, 16))
             block.store(4 * group, values.floats() * scale)
 
 
@@ -106,9 +109,11 @@ def iq1_s(block: Block) -> None:
     for run in range(8):
         word = block.integer(34 + 2 * run, 16).unsigned(32)
         scale = d * (((word >> 12) & 7) * 2 + 1).floats()
-        for part in range(4):
-            high = (word >> (3 * part)) & 7
-            values = block.entry(block.byte(2 + 4 * run + part) | (high << 8), 8)
+        for part in (0, 2):
+            indices = []
+            for i in (part, part + 1):
+                indices.append(block.byte(2 + 4 * run + i) | (((word >> (3 * i)) & 7) << 8))
+            values = block.entries(indices, 8)
             block.store(32 * run + 8 * part, _shifted(values, word & 0x8000, scale))
 
 
@@ -125,15 +130,15 @@ def iq1_m(block: Block) -> None:
         scale = d * (code * 2 + 1).floats()
         for group in (2 * run, 2 * run + 1):
             high = _nibble(block, 32, group)
-            values = block.entry(block.byte(group) | ((high & 7) << 8), 8)
+            values = block.entries([block.byte(group) | ((high & 7) << 8)], 8)
             block.store(8 * group, _shifted(values, high & 8, scale))
 
 
 def iq4_nl(block: Block) -> None:
     """Half d, 16 bytes of two codes: weights 0..15 in the low halves, 16..31 in the high ones."""
     d, codes = block.half(0), block.bytes(2, 16)
-    block.store(0, (codes & 15).look_up(_IQ4_BOOK).floats() * d)
-    block.store(16, (codes >> 4).look_up(_IQ4_BOOK).floats() * d)
+    block.store(0, block.look_up(codes & 15, _IQ4_BOOK).floats() * d)
+    block.store(16, block.look_up(codes >> 4, _IQ4_BOOK).floats() * d)
 
 
 def iq4_xs(block: Block) -> None:
@@ -143,5 +148,5 @@ def iq4_xs(block: Block) -> None:
         high = (high_scales >> (2 * run)) & 3
         scale = d * ((_nibble(block, 4, run) | (high << 4)) - 32).floats()
         codes = block.bytes(8 + 16 * run, 16)
-        block.store(32 * run, (codes & 15).look_up(_IQ4_BOOK).floats() * scale)
-        block.store(32 * run + 16, (codes >> 4).look_up(_IQ4_BOOK).floats() * scale)
+        block.store(32 * run, block.look_up(codes & 15, _IQ4_BOOK).floats() * scale)
+        block.store(32 * run + 16, block.look_up(codes >> 4, _IQ4_BOOK).floats() * scale)

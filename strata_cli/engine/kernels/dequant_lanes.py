@@ -5,23 +5,40 @@ A decoder is a plain function of a ``Block``; it runs once, when its type is com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
+from numba.core import cgutils as numba_cgutils
 
 from strata_cli.engine.kernels.lanes import Lanes
 
-_I64 = ir.IntType(64)
+cgutils: Any = numba_cgutils  # carries no types
+_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
+BOOK = 16  # entries of a code book that fits a vector
+
+
+def _lanes_of(builder: Any, vector: Any, count: int) -> Any:
+    """The first lanes of a vector; what it has not is undefined."""
+    if vector.type.count == count:
+        return vector
+    undefined = ir.Constant(vector.type, ir.Undefined)
+    last = vector.type.count - 1
+    order = [min(lane, last) for lane in range(count)]
+    return builder.shuffle_vector(vector, undefined, ir.Constant(ir.VectorType(_I32, count), order))
 
 
 class Block:
     """One quantized block being decoded; positions are bytes from its start, weights from zero."""
 
-    def __init__(self, builder: Any, source: Any, target: Any, table: Any) -> None:
+    def __init__(
+        self, builder: Any, source: Any, target: Any, table: Any, features: str = ""
+    ) -> None:
         self._builder = builder
         self._source = source
         self._target = target
         self._table = table
+        self._has_shuffle = "+ssse3" in features
 
     def _load(self, base: Any, index: Any, kind: Any) -> Lanes:
         at = self._builder.bitcast(self._builder.gep(base, [index]), kind.as_pointer())
@@ -58,10 +75,35 @@ class Block:
         """Consecutive bytes as 8-bit lanes."""
         return self._load(self._source, ir.Constant(_I64, at), ir.VectorType(ir.IntType(8), count))
 
-    def entry(self, index: Lanes, width: int) -> Lanes:
-        """Row ``index`` (32-bit scalar) of the type's code book: width 8-bit lanes."""
-        at = self._builder.mul(self._builder.zext(index.value, _I64), ir.Constant(_I64, width))
-        return self._load(self._table, at, ir.VectorType(ir.IntType(8), width))
+    def entries(self, indices: Sequence[Lanes], width: int) -> Lanes:
+        """Rows of the type's code book (32-bit scalars), one after the other, as 8-bit lanes.
+
+        Args:
+            indices: of the rows.
+            width: lanes of a row, 4 or 8.
+        """
+        builder, kind = self._builder, ir.IntType(8 * width)
+        rows = ir.Constant(ir.VectorType(kind, len(indices)), ir.Undefined)
+        for place, index in enumerate(indices):
+            at = builder.mul(builder.zext(index.value, _I64), ir.Constant(_I64, width))
+            row = self._load(self._table, at, kind).value
+            rows = builder.insert_element(rows, row, ir.Constant(_I32, place))
+        lanes = ir.VectorType(_I8, width * len(indices))
+        return Lanes(builder, builder.bitcast(rows, lanes))
+
+    def look_up(self, codes: Lanes, book: Sequence[int]) -> Lanes:
+        """book[code] in each byte lane, at most 16: one instruction where the processor has it."""
+        count = codes.value.type.count
+        if not self._has_shuffle or count > BOOK:
+            return codes.look_up(book)
+        builder, kind = self._builder, ir.VectorType(_I8, BOOK)
+        name = "llvm.x86.ssse3.pshuf.b.128"
+        shuffle = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(kind, [kind, kind]), name
+        )
+        wide = _lanes_of(builder, codes.value, BOOK)
+        values = builder.call(shuffle, [ir.Constant(kind, list(book)), wide])
+        return Lanes(builder, _lanes_of(builder, values, count))
 
     def store(self, first: int, values: Lanes) -> None:
         """Write float32 weights from weight ``first`` on."""

@@ -154,6 +154,21 @@ class Lanes:
         """The smaller of float32 and a number; what is not a number stays."""
         return self.exceeds(most).pick(self.constant(most), self)
 
+    def count_bits(self) -> Lanes:
+        """How many bits of a 32-bit scalar are set."""
+        function = cgutils.get_or_insert_function(
+            self.builder.module, ir.FunctionType(_I32, [_I32]), "llvm.ctpop.i32"
+        )
+        return self._new(self.builder.call(function, [self.value]))
+
+    def bits(self, count: int) -> Lanes:
+        """The lowest bits of an integer scalar as conditions, for pick(): one for each lane."""
+        kind = ir.IntType(count)
+        value = self.value
+        if self.value.type.width > count:
+            value = self.builder.trunc(value, kind)
+        return self._new(self.builder.bitcast(value, ir.VectorType(ir.IntType(1), count)))
+
     def equals(self, number: int) -> Lanes:
         """Conditions, for pick()."""
         return self._new(self.builder.icmp_unsigned("==", *self._match(number)))
