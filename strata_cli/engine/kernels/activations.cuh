@@ -96,26 +96,62 @@ __device__ inline void store_octet(uint4 *planes, int plane, int octet, int colu
     }
 }
 
-// Not inlined: long code is slow to arrive, and few values go through it.
-__device__ __noinline__ float gate_of(float x, float divisor) { return silu32(x / divisor); }
+// Two neighbouring activations in all planes.
+template <int LANE, class Places>
+__device__ inline void store_pair_in(uint4 *planes, int plane, int octet, int word, int column,
+                                     int count, unsigned value) {
+    if constexpr (Places::has(LANE)) {
+        uint4 *own = planes + Places::of(LANE) * plane + place_of<LANE>(octet, column, count);
+        reinterpret_cast<unsigned *>(own)[word] = value;
+    }
+}
 
-// What is multiplied for eight of x, which are v, of a row that begins at `row`.
-template <bool WHOLE>
-__device__ inline void apply(const Gated &gate, long long row, int k, int cols, float (&v)[8]) {
-    float up[8];
-    if (gate.up) load_eight<WHOLE>(gate.up + row, k, cols, up);
+template <class... Kinds>
+__device__ inline void store_two(uint4 *planes, int plane, int k, int column, int count, float a,
+                                 float b) {
+    using Places = Planes<Kinds...>;
+    const int octet = k / 8, word = k % 8 / 2;
+    const unsigned high = pair_of(a, b);
+    store_pair_in<8, Places>(planes, plane, octet, word, column, count, high);
+    store_pair_in<16, Places>(planes, plane, octet, word, column, count, high);
+    store_pair_in<32, Places>(planes, plane, octet, word, column, count, high);
+    store_pair_in<64, Places>(planes, plane, octet, word, column, count, high);
+    if constexpr (Places::HAS_REST) {
+        uint4 *own =
+            planes + Places::REST * plane + place_of<REST_LANE<Kinds...>>(octet, column, count);
+        reinterpret_cast<unsigned *>(own)[word] =
+            pair_of(a - float_of(high), b - float_of(high >> 16));
+    }
+}
+
+// All planes of gated x by the first `warps` warps: two activations a thread, because the gates
+// take longer than the loads.
+template <class... Kinds>
+__device__ inline void load_gated(uint4 *planes, const float *x, int cols, const Columns &columns,
+                                  const Gated &gate, int warps) {
+    const int pairs = (cols + 31) / 32 * 16, count = columns.count;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pairs * count; i += 32 * warps) {
+        const int column = i / pairs, k = 2 * (i - column * pairs);
+        const long long row = columns.source ? columns.source[column] : columns.first + column;
+        float v[2];
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        v[i] = gate_of(v[i], gate.divisor);
-        if (gate.up) v[i] *= up[i];
+        for (int e = 0; e < 2; e++) {
+            const long long at = row * cols + k + e;
+            v[e] = 0.0f;
+            if (k + e >= cols) continue;
+            v[e] = silu32(x[at] / gate.divisor);
+            if (gate.up) v[e] *= gate.up[at];
+        }
+        store_two<Kinds...>(planes, pairs / 4 * count, k, column, count, v[0], v[1]);
     }
 }
 
 // All planes of x by the first `warps` warps: 32 octets of a column at a time, TOGETHER of them on
 // their way at once.
-template <int TOGETHER, class... Kinds, class Gate>
+template <int TOGETHER, class... Kinds>
 __device__ inline void load_octets(uint4 *planes, const float *x, int cols, const Columns &columns,
-                                   const Gate &gate, int warps) {
+                                   int warps) {
     const int lane = threadIdx.x & 31, count = columns.count;
     const int octets = (cols + 31) / 32 * 4;
     int column = threadIdx.x / 32, first = lane;
@@ -133,8 +169,6 @@ __device__ inline void load_octets(uint4 *planes, const float *x, int cols, cons
                 const long long row =
                     columns.source ? columns.source[column] : columns.first + column;
                 load_eight<(TOGETHER > 1)>(x + row * cols, 8 * first, cols, v[i]);
-                if constexpr (Gate::IS_GATED)
-                    apply<(TOGETHER > 1)>(gate, row * cols, 8 * first, cols, v[i]);
             }
             column += warps;
             next();
@@ -151,11 +185,13 @@ __device__ inline void load_octets(uint4 *planes, const float *x, int cols, cons
 template <class... Kinds, class Gate>
 __device__ inline void load_activations(uint4 *planes, const float *x, int cols,
                                         const Columns &columns, const Gate &gate, int warps) {
-    unsigned long long places = reinterpret_cast<unsigned long long>(x) | 4 * cols;
-    if constexpr (Gate::IS_GATED) places |= reinterpret_cast<unsigned long long>(gate.up);
-    const bool is_whole = places % 16 == 0 && cols % 32 == 0;
-    if (is_whole)
-        load_octets<2, Kinds...>(planes, x, cols, columns, gate, warps);
-    else
-        load_octets<1, Kinds...>(planes, x, cols, columns, gate, warps);
+    if constexpr (Gate::IS_GATED) {
+        load_gated<Kinds...>(planes, x, cols, columns, gate, warps);
+    } else {
+        const unsigned long long places = reinterpret_cast<unsigned long long>(x) | 4 * cols;
+        if (places % 16 == 0 && cols % 32 == 0)
+            load_octets<2, Kinds...>(planes, x, cols, columns, warps);
+        else
+            load_octets<1, Kinds...>(planes, x, cols, columns, warps);
+    }
 }
