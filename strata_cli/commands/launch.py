@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -29,6 +30,7 @@ from strata_cli.commands.options import (
 from strata_cli.commands.streams import require_stdout
 from strata_cli.config import StrataConfig, field_names, parser_of
 from strata_cli.engine.model.tensors import load_model_file
+from strata_cli.engine.trace import STDERR
 from strata_cli.errors import ConfigError, StrataError, path_text
 from strata_cli.launch.checking import Check, check_machine, check_plan, exit_code
 from strata_cli.launch.fits import FileFacts
@@ -41,7 +43,6 @@ from strata_cli.launch.systemd import Services
 from strata_cli.launch.unit import unit_text
 from strata_cli.models import DEMO_MODEL_PATH
 from strata_cli.parsers import choice, embedded_or_path
-from strata_cli.server.access import check_bind
 
 DEFAULT_FILE = Path("strata.toml")
 SETTINGS = (
@@ -127,6 +128,7 @@ def launch(
     if services is not None and not dry_run:
         services.check()
     plan = _plan(asked)
+    text = settings_text(asked.file, plan.choices)
     command = serve_command(asked.file, is_service=services is not None)
     if is_json:
         report = plan_as_json(plan, asked.file, command)
@@ -135,7 +137,7 @@ def launch(
         click.echo(plan_as_text(plan))
     if dry_run:
         return 0
-    _write(asked, plan)
+    _write(asked.file, text)
     if services is None:
         click.echo(f"strata: starting {' '.join(command)}", err=True)
         become(command)
@@ -152,7 +154,11 @@ def _asked(
     config = load_config({**flags, "config": file if file.exists() else None})
     origin_of = {name: f"in {path_text(file)}" for name in of_file} | given_settings(flags)
     _check_secrets(origin_of, of_file, is_service=systemd is not None)
-    given = {name: getattr(config, name) for name in origin_of if name not in {"model", *SECRETS}}
+    given = {
+        name: getattr(config, name) if name in of_file else _absolute(name, getattr(config, name))
+        for name in origin_of
+        if name not in {"model", *SECRETS}
+    }
     wishes = LaunchWishes(given=given, origin_of=origin_of, service=systemd or "")
     return Asked(
         config=config,
@@ -160,6 +166,14 @@ def _asked(
         model=model if is_model_given else config.model,
         file=file,
     )
+
+
+def _absolute(name: str, value: Any) -> Any:
+    """A path that was given here must mean the same where the server starts."""
+    if isinstance(value, Path):
+        return value.absolute()
+    is_path = name == "trace" and value not in ("", STDERR)
+    return os.path.abspath(value) if is_path else value
 
 
 def _check_secrets(
@@ -186,6 +200,10 @@ def _probe(asked: Asked) -> Machine:
 
 def _check_bind(config: StrataConfig) -> None:
     """Refuse what the server would refuse, before anything is measured or written."""
+    try:
+        from strata_cli.server.access import check_bind
+    except ModuleNotFoundError:  # the planner says which packages are missing
+        return
     check_bind(config.host, has_key=config.api_key is not None, allow_no_key=config.allow_no_key)
 
 
@@ -222,10 +240,10 @@ def _report_checks(checks: list[Check], *, is_json: bool) -> int:
     return exit_code(checks)
 
 
-def _write(asked: Asked, plan: LaunchPlan) -> None:
-    backup = write_settings(asked.file, settings_text(asked.file, plan.choices))
+def _write(file: Path, text: str) -> None:
+    backup = write_settings(file, text)
     kept = f", the one before is {path_text(backup)}" if backup else ""
-    click.echo(f"strata: settings are in {path_text(asked.file.absolute())}{kept}", err=True)
+    click.echo(f"strata: settings are in {path_text(file.absolute())}{kept}", err=True)
 
 
 def _start_service(

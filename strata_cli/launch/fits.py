@@ -16,6 +16,8 @@ from strata_cli.engine.model.expected import NGRAM_TABLE
 from strata_cli.engine.model.shards import model_stem
 from strata_cli.engine.model.tensors import ModelFile
 
+LONGEST_NAME = 80
+
 
 class FitWishes(NamedTuple):
     """What is wanted of a fit; 0 or None: automatic.
@@ -126,7 +128,7 @@ class FileFacts:
     def __init__(self, model: ModelFile, path: Path | None) -> None:
         self._model = model
         self.path = path
-        self.name = model.spec.name or (model_stem(path) if path else "")
+        self.name = _printable(model.spec.name or (model_stem(path) if path else ""))
         self.file_bytes = sum(info.nbytes for info in model.tensors.values())
         self.table_bytes = model.tensors[NGRAM_TABLE].nbytes if NGRAM_TABLE in model.tensors else 0
         self.context_tokens = model.spec.context_tokens
@@ -145,6 +147,12 @@ class FileFacts:
         )
         plan = fit_on_paper(self._model, options, gpu)
         return Fit(**_bytes_of_experts(self._model, plan), **_bytes_of_others(plan))
+
+
+def _printable(name: str) -> str:
+    """The file may call itself anything; this is shown on terminals and written into a unit."""
+    text = "".join(each if each.isprintable() and each != "\\" else "?" for each in name)
+    return text if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME]}…"
 
 
 def _bytes_of_others(plan: Plan) -> dict[str, Any]:

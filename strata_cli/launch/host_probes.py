@@ -16,7 +16,7 @@ CPUINFO = Path("/proc/cpuinfo")
 STATUS = Path("/proc/self/status")
 SYSTEMD = Path("/run/systemd/system")  # there when systemd is the first process: sd_booted(3)
 CAP_IPC_LOCK = 14
-SERVER_PACKAGES = ("starlette", "uvicorn")
+SERVER_PACKAGES = ("msgspec", "prometheus_client", "starlette", "tomlkit", "uvicorn")
 
 
 def probe_processor(cpuinfo: Path = CPUINFO) -> Processor:

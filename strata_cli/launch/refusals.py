@@ -18,7 +18,7 @@ def check_software(machine: Machine) -> None:
     missing = machine.software.missing
     if missing:
         raise ConfigError(
-            f"the server needs {' and '.join(missing)}, not installed here",
+            f"the server needs {', '.join(missing)}, not installed here",
             hint="pip install 'strata-cli[serve]'",
         )
 

@@ -13,16 +13,15 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
-
-import tomlkit
-from tomlkit import TOMLDocument
-from tomlkit.exceptions import TOMLKitError
-from tomlkit.items import Item
+from typing import TYPE_CHECKING, Any
 
 from strata_cli.config import StrataConfig, parser_of, read_config_file
-from strata_cli.errors import ConfigError, path_text
+from strata_cli.errors import ConfigError, path_text, quoted
 from strata_cli.launch.planning import Choice
+
+if TYPE_CHECKING:  # comes with the server's packages, and the doctor must run without them
+    from tomlkit import TOMLDocument
+    from tomlkit.items import Item
 
 HEADER = (
     "Settings of `strata serve`, written by `strata launch`, which may change the lines that say",
@@ -56,6 +55,8 @@ def settings_text(path: Path, choices: Iterable[Choice]) -> str:
     Raises:
         ConfigError: the file that is there is not TOML.
     """
+    import tomlkit
+
     is_new = not path.exists()
     document = tomlkit.document() if is_new else _parse(path)
     if is_new:
@@ -99,6 +100,8 @@ def write_settings(path: Path, text: str) -> Path | None:
 
 
 def _put(document: TOMLDocument, choice: Choice) -> None:
+    import tomlkit
+
     value = _toml_value(choice)
     there = _item(document, choice.name)
     if there is None:
@@ -117,6 +120,8 @@ def _put(document: TOMLDocument, choice: Choice) -> None:
 
 def _item(document: TOMLDocument, key: str) -> Item | None:
     """The value of a key with its comment; switches would come without it."""
+    from tomlkit.items import Item
+
     item = document.item(key) if key in document else None
     return item if isinstance(item, Item) else None
 
@@ -144,11 +149,24 @@ def _toml_value(choice: Choice) -> str | int | float | bool:
     spec = next(spec for spec in fields(StrataConfig) if spec.name == choice.name)
     parse, value = parser_of(spec), choice.value
     shown = parse.show(value)
+    if not shown.isascii() and shown != shown.encode(errors="replace").decode():
+        raise ConfigError(
+            f"{choice.name} cannot be written into a settings file: {quoted(shown)} is not UTF-8",
+            hint="rename the file or its folder",
+        )
     is_number = isinstance(value, int | float) and _NUMBER.fullmatch(shown) is not None
     return value if isinstance(value, bool) or is_number else shown
 
 
 def _parse(path: Path) -> TOMLDocument:
+    try:
+        import tomlkit
+        from tomlkit.exceptions import TOMLKitError
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"a settings file that is there needs the package {error.name}, which is not installed",
+            hint="pip install 'strata-cli[serve]'",
+        ) from error
     try:
         return tomlkit.parse(path.read_text("utf-8-sig"))
     except (OSError, ValueError, TOMLKitError) as error:

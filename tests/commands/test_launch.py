@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from strata_cli.config import StrataConfig
 from strata_cli.engine.device.base import MemoryInfo
 from strata_cli.launch.machine import Machine, Port
 from strata_cli.launch.systemd import Ran, Services
+from strata_cli.models import DEMO_MODEL_PATH
 from tests.launch.made_up import GIB, a_gpu, a_machine
 
 GROUP = LazyGroup("strata", lazy={"launch": LazyCommand("strata_cli.commands.launch", "")})
@@ -116,6 +120,59 @@ def test_a_key_is_shown_and_written_nowhere(
     assert run(GROUP, ["launch", "--dry-run", "--systemd", "user"]) == 0
     output, told = capsys.readouterr()
     assert "hush" not in output + told
+
+
+WITHOUT_EXTRAS = """
+import sys
+
+absent = ("tomlkit", "msgspec", "starlette", "uvicorn", "prometheus_client")
+sys.modules.update(dict.fromkeys(absent))
+from strata_cli.commands.main import run, strata
+sys.exit(run(strata, ["launch", *sys.argv[1:]]))
+"""
+
+
+def test_without_the_servers_packages_the_doctor_says_so_and_nothing_starts(tmp_path: Path) -> None:
+    def ends(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", WITHOUT_EXTRAS, *words, "--device", "host"]
+        root = Path(__file__).parents[2]
+        environ = {**os.environ, "PYTHONPATH": str(root)}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+        )
+
+    done = ends("--check")
+    assert done.returncode == 1
+    assert "without msgspec, prometheus_client, starlette, tomlkit, uvicorn" in done.stdout
+    assert "strata-cli[serve]" in done.stdout
+    done = ends()
+    assert done.returncode == 2
+    assert done.stderr.startswith("strata: error: the server needs msgspec, prometheus_client")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "strata.toml").write_text("seed = 1\n", "utf-8")
+    done = ends()
+    assert done.returncode == 2
+    assert "needs the package tomlkit" in done.stderr
+
+
+def test_paths_given_here_mean_the_same_where_the_server_starts(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRATA_TRACE", "trace.jsonl")
+    assert run(GROUP, ["launch", "--expert-profile", "profile.npz"]) == 0
+    config = StrataConfig.load({"config": tmp_path / "strata.toml"}, {})
+    assert config.expert_profile == tmp_path / "profile.npz"
+    assert config.trace == str(tmp_path / "trace.jsonl")
+
+
+def test_a_model_whose_name_no_file_can_say_is_refused(
+    stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = Path(os.fsdecode(bytes(tmp_path) + b"/\xff.gguf"))
+    odd.symlink_to(DEMO_MODEL_PATH)
+    assert run(GROUP, ["launch", str(odd)]) == 2
+    assert "model cannot be written into a settings file" in capsys.readouterr().err
+    assert not (tmp_path / "strata.toml").exists()
 
 
 def test_the_file_remembers_its_model(stage: Stage, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_the_embedded_model_fits_in_ways_that_its_device_allows() -> None:
             facts.fit(FitWishes(), described(8 * MIB))
         with pytest.raises(InputError, match="more than the model"):
             facts.fit(FitWishes(context_tokens=facts.context_tokens + 1), described(1 << 30))
+
+
+def test_a_hostile_name_is_made_harmless() -> None:
+    with load_model_file(DEMO_MODEL_PATH) as model:
+        model.spec = replace(model.spec, name="a\x1b[2J\nExecStart=/bin/evil\\" + "x" * 100)
+        name = FileFacts(model, None).name
+    assert name.isprintable()
+    assert "\\" not in name
+    assert len(name) == 81
 
 
 def test_the_host_gets_what_the_engine_would_make_there() -> None:
