@@ -113,12 +113,50 @@ def test_on_the_host_device_the_threads_compute_the_same_bits(
 
 
 def test_on_a_gpu_the_threads_compute_nearly_the_same(separate: Path, device_name: str) -> None:
-    """Bits are those of the host then, whose products round otherwise."""
+    """Bits are those of the host then, whose products round otherwise; a tie may fall otherwise."""
     expected = truth_of(separate, device_name)
     with ALONE.open(separate, device_name) as engine, engine.sequence() as sequence:
         sequence.prefill(PROMPT)
-        np.testing.assert_allclose(answer(sequence), expected[1:], rtol=0, atol=0.1)
+        differences = np.abs(answer(sequence) - expected[1:])
+        assert np.median(differences) < 0.02
         assert counts_of(engine).cpu > 0
+
+
+@pytest.mark.parametrize("what", ["a thread fails", "threads are not told", "an interrupt"])
+def test_no_device_waits_for_a_pool_that_broke(
+    separate: Path, device_name: str, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    expected = truth_of(separate, device_name)
+    with ALONE.open(separate, device_name) as engine:
+        with engine.sequence() as sequence, monkeypatch.context() as patch:
+            sequence.prefill(PROMPT)
+            sequence.step(ANSWER[0])
+            error: type[BaseException] = DeviceError
+            if what == "a thread fails":
+                patch.setattr(window_pool, "serve_window", _fail)
+            elif what == "threads are not told":
+                patch.setattr(pool_of(engine), "_patience_s", 0.05)
+                patch.setattr(WindowPool, "start", WindowPool.abandon)
+            else:
+                patch.setattr(WindowPool, "start", _interrupt)
+                error = KeyboardInterrupt
+            with pytest.raises(error):
+                sequence.step(ANSWER[1])
+        with engine.canonical(), engine.sequence() as sequence:
+            assert same(sequence.prefill(PROMPT), expected[0])
+            assert same(answer(sequence), expected[1:])
+        before = counts_of(engine).cpu
+        with engine.sequence() as sequence:
+            answer(sequence)
+        assert counts_of(engine).cpu > before
+
+
+def _fail(*_args: object) -> bool:
+    raise DeviceError("out of order")
+
+
+def _interrupt(_pool: WindowPool) -> None:
+    raise KeyboardInterrupt
 
 
 def test_canonical_steps_have_no_share_of_the_host(separate: Path, own_truth: Floats) -> None:
