@@ -246,13 +246,14 @@ def _any_swaps(data: st.DataObject, store: ExpertStore) -> Swaps:
 
 
 def test_the_links_rate_is_known_after_a_probe(store: ExpertStore) -> None:
-    uploader = store.cache._uploader
+    uploader, known = store.cache._uploader, store.link_gbps
     uploader.link_gbps = 0.0
     uploader.probe()
-    assert store.link_gbps > 0
+    assert uploader.link_gbps > 0
     uploader.link_gbps = 1e9
     uploader.probe()
-    assert store.link_gbps == 1e9
+    assert uploader.link_gbps == 1e9
+    assert store.link_gbps == known
 
 
 def test_closing_forgets_swaps(model: ModelFile, device: Device, reads: Stream) -> None:

@@ -52,6 +52,8 @@ class ExpertStore:
         cache: the slots.
         is_pinned: which experts are in page-locked memory, [L, E].
         pinned_share: of all experts, those in page-locked memory.
+        link_gbps: rate of the fastest copies from host memory as the store was opened, in GB/s;
+            0: unknown. It stays, so that what adapts by it does not depend on what was read.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class ExpertStore:
         self.is_pinned = arena.is_pinned
         self.pinned_share = arena.pinned_share
         self._stager = stager
-        self._uploader = uploader
+        self.link_gbps = uploader.link_gbps
         self._resources = ExitStack()
 
     @property
@@ -134,11 +136,6 @@ class ExpertStore:
         rows = [blobs.numpy().ctypes.data + ids * blobs.shape[1] for blobs in self.blobs.layers]
         addresses: NDArray[np.int64] = np.where(self.is_pinned, rows, 0)
         return addresses
-
-    @property
-    def link_gbps(self) -> float:
-        """Rate of the fastest copies from host memory so far, in GB/s; 0: unknown."""
-        return self._uploader.link_gbps
 
     def staging(self, entries: JobList) -> AbstractContextManager[object]:
         """Around a ChunkStream, with its entries: brings those into pinned memory that are not.
