@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import orjson
 
 from strata_cli.commands.calibrate import calibrate
-from strata_cli.commands.decide_bulk import BulkFlags, BulkRun, decide_in_bulk
+from strata_cli.commands.decide_bulk import BulkFlags, BulkRun, bulk_options, decide_in_bulk
 from strata_cli.commands.decision_report import (
     Wanted,
     decisions_as_json,
@@ -33,7 +33,7 @@ from strata_cli.decisions.questions import check_distinct
 from strata_cli.engine.model.fingerprint import model_hash
 from strata_cli.errors import ConfigError, InputError
 from strata_cli.models import DEMO_MODEL_PATH
-from strata_cli.parsers import choice, file_path, number, whole_number
+from strata_cli.parsers import choice, file_path, number
 
 FILE = written(file_path)
 
@@ -99,32 +99,7 @@ class DecideCommand(click.Command):
     metavar="TEXT",
     help="Exit with 4 where another option is the likeliest.",
 )
-@click.option(
-    "--jsonl",
-    callback=FILE,
-    metavar="FILE",
-    help='Many states: each line {"state": ..., "id": ...}; - is stdin.',
-)
-@click.option(
-    "--out",
-    callback=FILE,
-    metavar="FILE",
-    help="A row for each line of --jsonl, in order; what is there already is not asked again.",
-)
-@click.option(
-    "--bad-lines",
-    callback=written(choice("stop", "skip")),
-    default="stop",
-    metavar="stop|skip",
-    help="stop: a line that cannot be answered ends the run. skip: its row says why.  [stop]",
-)
-@click.option("--ray", is_flag=True, help="Answer --jsonl on a Ray cluster, in the same bytes.")
-@click.option(
-    "--workers",
-    callback=written(whole_number(1)),
-    metavar="N",
-    help="Engines of --ray; on a host also give --threads.  [one for each machine]",
-)
+@bulk_options
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
 @config_options(*ENGINE_SETTINGS, "reuse", "progress")
 def decide(
@@ -135,11 +110,6 @@ def decide(
     threshold: float | None,
     expect: str | None,
     calibration: Path | None,
-    jsonl: Path | None,
-    out: Path | None,
-    bad_lines: Literal["stop", "skip"],
-    ray: bool,
-    workers: int | None,
     is_json: bool,
     **flags: Any,
 ) -> int:
@@ -159,12 +129,12 @@ def decide(
     interrupted. See also: strata decide calibrate --help
     """
     asked_by = QuestionFlags.taken_from(flags)
+    bulk = BulkFlags.taken_from(flags)
     config = load_config(flags)
     asked_by.check()
     level_flags = LevelFlags(level=level, prior=prior, calibration=calibration)
     level_flags.check()
     files = {"questions' file": asked_by.file, "calibration": calibration}
-    bulk = _bulk_flags(jsonl, out, bad_lines, workers, is_on_ray=ray)
     if bulk is not None:
         others = {"STATE": state, "--file": file, "--expect": expect}
         _check_bulk(bulk, others, asked_by, prior)
@@ -211,24 +181,6 @@ def decide(
         else:
             click.echo(decisions_as_text(found, wanted))
     return exit_code(found, wanted)
-
-
-def _bulk_flags(
-    jsonl: Path | None,
-    out: Path | None,
-    bad_lines: Literal["stop", "skip"],
-    workers: int | None,
-    *,
-    is_on_ray: bool,
-) -> BulkFlags | None:
-    if jsonl is None and out is None:
-        if is_on_ray or workers is not None:
-            raise ConfigError("--ray needs --jsonl", hint="--jsonl STATES --out ROWS --ray")
-        return None
-    if jsonl is None or out is None:
-        given, missing = ("--out", "--jsonl") if jsonl is None else ("--jsonl", "--out")
-        raise ConfigError(f"{given} needs {missing}", hint="--jsonl STATES --out ROWS")
-    return BulkFlags(jsonl=jsonl, out=out, bad_lines=bad_lines, ray=is_on_ray, workers=workers)
 
 
 def _check_bulk(

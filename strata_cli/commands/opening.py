@@ -77,6 +77,7 @@ def open_engine(
     inputs: Mapping[str, str],
     outputs: Mapping[str, str] = NO_FILES,
     sinks: tuple[Sink, ...] = (),
+    num_sequences: int = 1,
 ) -> Iterator[Engine]:
     """The model that the settings name, loaded; closed with its trace when the block ends.
 
@@ -88,6 +89,7 @@ def open_engine(
         inputs: see input_files().
         outputs: files that the command writes itself, by the flags that name them.
         sinks: get every event of the trace, besides where the settings send it.
+        num_sequences: that will be there at once.
 
     Raises:
         StrataError: see Engine.open; or the trace or the residual dump cannot be written.
@@ -95,7 +97,7 @@ def open_engine(
     _check_outputs(config, {**model_files(config), **inputs}, outputs)
     with (
         open_trace(config.trace, *sinks) as trace,
-        _open(config, trace, will_chat=will_chat) as engine,
+        _open(config, trace, will_chat=will_chat, num_sequences=num_sequences) as engine,
     ):
         yield engine
 
@@ -111,8 +113,8 @@ def sampler_of(config: StrataConfig) -> Sampler:
     )
 
 
-def _open(config: StrataConfig, trace: Trace, *, will_chat: bool) -> Engine:
-    options = engine_options(config, will_chat=will_chat, trace=trace)
+def _open(config: StrataConfig, trace: Trace, *, will_chat: bool, num_sequences: int) -> Engine:
+    options = engine_options(config, will_chat=will_chat, num_sequences=num_sequences, trace=trace)
     with (
         progress_bar("loading", "B", config.progress, scale=True) as loading,
         progress_bar("compiling", "kernel", config.progress) as compiling,

@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.decisions.lanes import LEAST_HEAD_TOKENS, LaneGroup, Lanes
 from strata_cli.decisions.paths import PathScores, TokenPath, ended, score_paths
 from strata_cli.decisions.prompts import PromptTokenizer
 from strata_cli.engine.engine import Engine
@@ -19,9 +20,6 @@ from strata_cli.engine.prompt_cache import common_tokens
 from strata_cli.engine.reading import next_token_logprobs
 from strata_cli.engine.session import Session
 from strata_cli.errors import InputError
-
-LEAST_HEAD_TOKENS = 16
-"""Fewer tokens in front of all states are not worth a pass of their own."""
 
 LOGIT_BYTES = 64 << 20
 """So much host memory, about, holds logits of paths at a time."""
@@ -51,6 +49,7 @@ class EngineBackend:
     Args:
         engine: reads.
         reuse: False reads every prompt anew; changes no value.
+        lanes: states that are read side by side where several are given at once; changes no value.
 
     Attributes:
         name: the model's.
@@ -60,18 +59,20 @@ class EngineBackend:
         OutOfMemory: a sequence does not fit.
     """
 
-    def __init__(self, engine: Engine, *, reuse: bool = True) -> None:
+    def __init__(self, engine: Engine, *, reuse: bool = True, lanes: int = 1) -> None:
         self.name = engine.model_name
         self.tokenizer = PromptTokenizer(engine)
         self._engine = engine
         self._reuse = reuse
         self._session = Session(engine, canonical=True)
+        self._lanes = Lanes(engine, lanes) if reuse and lanes > 1 else None
         self._prompt_tokens = 0
 
     @property
     def counts(self) -> TokenCounts:
         """Since this was made."""
-        return TokenCounts(self._prompt_tokens, self._session.read_tokens)
+        in_lanes = 0 if self._lanes is None else self._lanes.read_tokens
+        return TokenCounts(self._prompt_tokens, self._session.read_tokens + in_lanes)
 
     def expect(self, prompts: Sequence[str], another: str) -> None:
         """Read what prompts to come have in common, in whatever order and groups they will come.
@@ -131,6 +132,8 @@ class EngineBackend:
             InputError: a prompt does not fit the context.
         """
         prompts = [[prefix + suffix for suffix in suffixes] for prefix, suffixes in groups]
+        if self._lanes is not None and len(groups) > 1:
+            return self._side_by_side(self._lanes, prompts, token_ids)
         if len(prompts) > 1:
             ids = self._encode([prompt for group in prompts for prompt in group])
             if self._reuse:
@@ -138,6 +141,23 @@ class EngineBackend:
         return [
             self.next_token_logprobs(group, [labels] * len(group))
             for group, labels in zip(prompts, token_ids, strict=True)
+        ]
+
+    def _side_by_side(
+        self, lanes: Lanes, prompts: Sequence[list[str]], token_ids: Sequence[Sequence[int]]
+    ) -> list[list[NDArray[np.float64]]]:
+        groups = []
+        for group in prompts:
+            ids = self._encode(group)
+            self._prompt_tokens += sum(map(len, ids))
+            prefix = _common_prefix(ids)
+            groups.append(LaneGroup(prefix, [one[len(prefix) :] for one in ids]))
+        rows = []
+        for start in range(0, len(groups), len(lanes)):
+            rows += lanes.score(groups[start : start + len(lanes)])
+        return [
+            [_logprobs(row, labels) for row in of_group]
+            for of_group, labels in zip(rows, token_ids, strict=True)
         ]
 
     def score_paths(self, prompt: str, options: Sequence[str]) -> PathScores:
@@ -171,8 +191,10 @@ class EngineBackend:
         return score_paths(paths, read, most_rows, engine.tokenizer.eos_ids)
 
     def close(self) -> None:
-        """Gives the sequence's memory back. Safe to call twice."""
+        """Gives the sequences' memory back. Safe to call twice."""
         self._session.close()
+        if self._lanes is not None:
+            self._lanes.close()
 
     def __enter__(self) -> Self:
         return self

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from strata_cli.decisions.bulk_input import InputLine, parse_line
+from strata_cli.decisions.bulk_input import Entry, InputLine, parse_line
 from strata_cli.decisions.bulk_output import BulkOutput, row_beginning
 from strata_cli.decisions.decider import DecisionRules, DecisionSet
 from strata_cli.decisions.questions import Question
@@ -46,10 +47,20 @@ class BulkJob:
 
 
 class Answerer(Protocol):
-    """Answers questions about one state at a time; see Decider."""
+    """Answers questions about states; see Decider.
+
+    Attributes:
+        lanes: states that are best given at once.
+    """
+
+    lanes: int
 
     def decide(self, state: str, questions: tuple[Question, ...]) -> DecisionSet:
         """Answer questions about a state."""
+        ...
+
+    def decide_many(self, states: list[str], questions: tuple[Question, ...]) -> list[DecisionSet]:
+        """Answer questions about several states, each as decide() does."""
         ...
 
 
@@ -75,23 +86,50 @@ class BulkCounts(NamedTuple):
     problems: int
 
 
-def answer_line(answerer: Answerer, job: BulkJob, line: InputLine) -> Row:
-    """The row of a line; what is wrong with the line is in it."""
-    beginning, problem = row_beginning(line, job.key), None
-    row: dict[str, Any] = {}
+def answer_lines(answerer: Answerer, job: BulkJob, lines: Iterable[InputLine]) -> Iterator[Row]:
+    """The row of each line; what is wrong with a line is in its row."""
+    rest = iter(lines)
+    while some := list(islice(rest, answerer.lanes)):
+        yield from _answer(answerer, job, some)
+
+
+def _answer(answerer: Answerer, job: BulkJob, lines: list[InputLine]) -> Iterator[Row]:
+    read = [_read(line) for line in lines]
+    states = [one.state for one in read if isinstance(one, Entry)]
     try:
-        entry = parse_line(line.data)
-        if entry.id is not None:
-            row["id"] = entry.id
-        found = answerer.decide(entry.state, job.questions)
+        found = iter(answerer.decide_many(states, job.questions) if states else [])
+    except InputError:  # one of them: by themselves, to tell which
+        found = None
+    for line, entry in zip(lines, read, strict=True):
+        if isinstance(entry, InputError):
+            yield _row(job, line, {"error": entry.message}, entry)
+            continue
+        start = {} if entry.id is None else {"id": entry.id}
+        try:
+            answer = answerer.decide(entry.state, job.questions) if found is None else next(found)
+        except InputError as error:
+            yield _row(job, line, {**start, "error": error.message}, error)
+        else:
+            yield _row(job, line, {**start, **_fields(job, answer)}, None)
+
+
+def _read(line: InputLine) -> Entry | InputError:
+    try:
+        return parse_line(line.data)
     except InputError as error:
-        row["error"], problem = error.message, error
-    else:
-        row |= found.as_dict()
-        if job.threshold is not None:
-            row["abstained"] = found.abstained(job.threshold)
-        row["warnings"] = found.warnings
-    return Row(line.number, beginning + orjson.dumps(row)[1:] + b"\n", problem)
+        return error
+
+
+def _fields(job: BulkJob, found: DecisionSet) -> dict[str, Any]:
+    fields = found.as_dict()
+    if job.threshold is not None:
+        fields["abstained"] = found.abstained(job.threshold)
+    return {**fields, "warnings": found.warnings}
+
+
+def _row(job: BulkJob, line: InputLine, fields: dict[str, Any], problem: InputError | None) -> Row:
+    data = row_beginning(line, job.key) + orjson.dumps(fields)[1:] + b"\n"
+    return Row(line.number, data, problem)
 
 
 def run_bulk(

@@ -179,15 +179,19 @@ class Decider:
     Args:
         engine: reads.
         rules: how.
+        lanes: states that decide_many() reads side by side; changes no value.
 
     Raises:
         OutOfMemory: a sequence does not fit.
     """
 
-    def __init__(self, engine: Engine, rules: DecisionRules = DEFAULT_RULES) -> None:
+    def __init__(
+        self, engine: Engine, rules: DecisionRules = DEFAULT_RULES, *, lanes: int = 1
+    ) -> None:
         self.rules = rules
+        self.lanes = lanes
         self._engine = engine
-        self._backend = EngineBackend(engine, reuse=rules.reuse)
+        self._backend = EngineBackend(engine, reuse=rules.reuse, lanes=lanes)
         self._by_text = TextReader(
             self._backend,
             sorts=rules.level != "raw",
@@ -211,24 +215,49 @@ class Decider:
                 questions have one id, or the model has no single tokens for a question's labels.
         """
         self.check(questions)
-        if not state.strip():
-            raise InputError("the state is empty", hint="give some text to decide about")
+        _check_state(state)
         started, before = time.perf_counter(), self._backend.counts
-        self._protect(state, questions)
+        self._protect([state], questions)
         decisions = [
             *self._by_label(state, [one for one in questions if not one.by_text]),
             *self._by_their_text(state, [one for one in questions if one.by_text]),
         ]
         places = {question.id: place for place, question in enumerate(questions)}
         decisions.sort(key=lambda decision: places[decision.question.id])
-        if self.rules.calibration is not None and self.rules.level == "L1":
-            decisions = [_cooled(item, self.rules.calibration) for item in decisions]
-        return DecisionSet(
-            rules=self.rules,
-            decisions=tuple(decisions),
-            tokens=self._backend.counts.since(before),
-            seconds=time.perf_counter() - started,
-        )
+        tokens = self._backend.counts.since(before)
+        return self._set(decisions, tokens, time.perf_counter() - started)
+
+    def decide_many(
+        self, states: Sequence[str], questions: Sequence[Question]
+    ) -> list[DecisionSet]:
+        """Answer questions about several states, the same as decide() about each.
+
+        One question about several states is asked side by side. Tokens and time of all are then in
+        the first of the sets.
+
+        Raises:
+            InputError: see decide(); of any of the states.
+        """
+        (question, *others), several = questions, len(states) > 1 and self.lanes > 1
+        if others or question.by_text or not several or self.rules.depends_on_traffic:
+            return [self.decide(state, questions) for state in states]
+        self.check(questions)
+        for state in states:
+            _check_state(state)
+        started, before = time.perf_counter(), self._backend.counts
+        self._protect(states, questions)
+        found = self._decider.decide_batch(list(states), self._spec(question))
+        tokens = self._backend.counts.since(before)
+        seconds = time.perf_counter() - started
+        nothing = TokenCounts(0, 0)
+        return [
+            self._set(
+                [_decision(question, one)],
+                nothing if number else tokens,
+                0.0 if number else seconds,
+            )
+            for number, one in enumerate(found)
+        ]
 
     def close(self) -> None:
         """Gives memory back. Safe to call twice."""
@@ -277,8 +306,15 @@ class Decider:
                     hint="use --prior content_free or none",
                 )
 
-    def _protect(self, state: str, questions: Sequence[Question]) -> None:
-        texts = [state]
+    def _set(self, decisions: list[Decision], tokens: TokenCounts, seconds: float) -> DecisionSet:
+        if self.rules.calibration is not None and self.rules.level == "L1":
+            decisions = [_cooled(item, self.rules.calibration) for item in decisions]
+        return DecisionSet(
+            rules=self.rules, decisions=tuple(decisions), tokens=tokens, seconds=seconds
+        )
+
+    def _protect(self, states: Sequence[str], questions: Sequence[Question]) -> None:
+        texts = [*states]
         for question in questions:
             texts += [question.text, *question.options]
         self._backend.tokenizer.protect(texts)
@@ -311,6 +347,11 @@ class Decider:
             "token of the model, and another one than the others'; use another model, or score "
             "options by their own text with --by-text",
         )
+
+
+def _check_state(state: str) -> None:
+    if not state.strip():
+        raise InputError("the state is empty", hint="give some text to decide about")
 
 
 def _another(state: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from strata_cli.decisions.bulk import BulkJob, Row, answer_line
+from strata_cli.decisions.bulk import BulkJob, Row, answer_lines
 from strata_cli.decisions.bulk_input import InputLine, read_lines
 from strata_cli.decisions.decider import Decider
 from strata_cli.engine.engine import Engine, EngineOptions
@@ -41,12 +41,14 @@ class RayJob:
     Attributes:
         job: what is asked of every line.
         options: of each worker's engine.
+        lanes: states that a worker reads side by side.
         lines: the file of states.
         workers: engines; None: one for each machine.
     """
 
     job: BulkJob
     options: EngineOptions
+    lanes: int
     lines: Path
     workers: int | None
 
@@ -57,7 +59,7 @@ class Worker:
     def __init__(self, job: RayJob) -> None:
         self._job = job
         self._engine = Engine.open(job.options)
-        self._decider = Decider(self._engine, job.job.rules)
+        self._decider = Decider(self._engine, job.job.rules, lanes=job.lanes)
         self._decider.check(job.job.questions)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +73,7 @@ class Worker:
         with open(self._job.lines, "rb") as file:
             file.seek(chunk.offset)
             lines = islice(read_lines(file, chunk.number, chunk.offset), chunk.num_lines)
-            return [answer_line(self._decider, self._job.job, line) for line in lines]
+            return list(answer_lines(self._decider, self._job.job, lines))
 
     def close(self) -> None:
         """Gives memory back. Safe to call twice."""

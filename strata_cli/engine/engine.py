@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
@@ -43,7 +44,7 @@ from strata_cli.engine.model.shards import model_stem
 from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.engine.model.tokenizer import Tokenizer
-from strata_cli.engine.prefill.branches import read_branches
+from strata_cli.engine.prefill.branches import Branch, read_branches
 from strata_cli.engine.prefill.chunks import Wanted, prefill
 from strata_cli.engine.prefill.dump import ResidualDump
 from strata_cli.engine.prefill.mixed import Piece, TakeRows, read_mixed
@@ -401,6 +402,49 @@ class Engine:
                 cancellation=cancellation,
             )
 
+    def score_together(
+        self,
+        groups: Iterable[tuple[Sequence, list[list[int]]]],
+        *,
+        logits: Literal["last", "all"] = "last",
+        cancellation: Cancellation = NEVER,
+    ) -> list[list[NDArray[np.float32]]]:
+        """Read suffixes of several sequences; see Sequence.score, which this is for each of them.
+
+        Args:
+            groups: sequences, and suffixes of each.
+            logits: see Sequence.score.
+            cancellation: see Sequence.score.
+
+        Returns:
+            For each group what Sequence.score returns.
+
+        Raises:
+            InputError, StateError, Cancelled: see Sequence.score.
+        """
+        sizes, branches = [], list[Branch]()
+        for sequence, suffixes in groups:
+            sizes.append(len(suffixes))
+            branches += sequence._checked_branches(suffixes)
+        if not branches:
+            return [[] for _ in sizes]
+        num_tokens = sum(len(branch.ids) for branch in branches)
+        with self._watch.prompt(branches[0].state.position, num_tokens):
+            rows = read_branches(
+                self._forward,
+                self._port,
+                self._branch_room(),
+                branches,
+                wanted=logits,
+                is_exact=self._is_exact,
+                watch=self._watch,
+                streamer=self._streamer,
+                cancellation=cancellation,
+            )
+        self._learn_prompt()
+        rest = iter(rows)
+        return [list(islice(rest, size)) for size in sizes]
+
     def _step(self, pieces: list[Piece]) -> Iterator[NDArray[np.float32]]:
         is_streamed = False
         if self._streamer is not None:
@@ -615,29 +659,9 @@ class Sequence:
             StateError: an earlier call was interrupted halfway.
             Cancelled: somebody asked for the end.
         """
-        self._require_open()
-        for number, suffix in enumerate(suffixes, 1):
-            if not suffix:
-                raise InputError(f"suffix {number} has no tokens", hint="give it some text")
-            try:
-                self._check(suffix)
-            except InputError as error:
-                raise InputError(f"suffix {number}: {error.message}", hint=error.hint) from None
-        engine, num_tokens = self._engine, sum(map(len, suffixes))
-        with engine._watch.prompt(self.position, num_tokens):
-            rows = read_branches(
-                engine._forward,
-                engine._port,
-                self._state,
-                engine._branch_room(),
-                suffixes,
-                wanted=logits,
-                is_exact=engine._is_exact,
-                watch=engine._watch,
-                streamer=engine._streamer,
-                cancellation=cancellation,
-            )
-        engine._learn_prompt()
+        (rows,) = self._engine.score_together(
+            [(self, suffixes)], logits=logits, cancellation=cancellation
+        )
         return rows
 
     def snapshot(self) -> Snapshot:
@@ -706,6 +730,17 @@ class Sequence:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _checked_branches(self, suffixes: list[list[int]]) -> list[Branch]:
+        self._require_open()
+        for number, suffix in enumerate(suffixes, 1):
+            if not suffix:
+                raise InputError(f"suffix {number} has no tokens", hint="give it some text")
+            try:
+                self._check(suffix)
+            except InputError as error:
+                raise InputError(f"suffix {number}: {error.message}", hint=error.hint) from None
+        return [Branch(self._state, suffix) for suffix in suffixes]
 
     def _require_open(self) -> None:
         self._engine.require_open()

@@ -123,7 +123,7 @@ def test_a_ray_worker_gives_the_rows_of_the_local_run(states: Path, tmp_path: Pa
     question = choice(ASK[1], ["mail", "games"])
     job = BulkJob(questions=(question,), rules=rules, threshold=None, engine="e")
     options = EngineOptions(model=DEMO_MODEL_PATH, device="host")
-    ray_job = RayJob(job=job, options=options, lines=states, workers=2)
+    ray_job = RayJob(job=job, options=options, lanes=2, lines=states, workers=2)
     with states.open("rb") as file:
         assert list(chunks_of(read_lines(file), 3)) == [Chunk(0, 1, 3)]
     with states.open("rb") as file:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from strata_cli.decisions.backend import TokenCounts
-from strata_cli.decisions.bulk import BulkCounts, BulkJob, answer_line, run_bulk
+from strata_cli.decisions.bulk import BulkCounts, BulkJob, answer_lines, run_bulk
 from strata_cli.decisions.bulk_input import read_lines
 from strata_cli.decisions.bulk_output import BulkOutput
 from strata_cli.decisions.decider import DEFAULT_RULES, Decision, DecisionSet
@@ -26,6 +26,8 @@ JOB = BulkJob(questions=(QUESTION,), rules=DEFAULT_RULES, threshold=0.9, engine=
 
 class StubAnswerer:
     """Decides by the first byte of a hash; refuses a state that says so."""
+
+    lanes = 3
 
     def decide(self, state: str, questions: tuple[Question, ...]) -> DecisionSet:
         if state == "refuse":
@@ -43,6 +45,9 @@ class StubAnswerer:
         counts = TokenCounts(0, 0)
         return DecisionSet(rules=DEFAULT_RULES, decisions=(found,), tokens=counts, seconds=0.0)
 
+    def decide_many(self, states: list[str], questions: tuple[Question, ...]) -> list[DecisionSet]:
+        return [self.decide(state, questions) for state in states]
+
 
 def answer_file(lines: Path, rows: Path, **how: object) -> BulkCounts:
     """Run the stub over a file, as the command does the engine."""
@@ -51,7 +56,7 @@ def answer_file(lines: Path, rows: Path, **how: object) -> BulkCounts:
         return run_bulk(
             output,
             read_lines(file),
-            lambda some: (answer_line(answerer, JOB, line) for line in some),
+            lambda some: answer_lines(answerer, JOB, some),
             **{"skip": None, **how},  # type: ignore[arg-type] # checked by those who call
         )
 

@@ -11,7 +11,7 @@ import pytest
 
 from strata_cli.decisions import questions
 from strata_cli.decisions.backend import EngineBackend
-from strata_cli.decisions.decider import DEFAULT_RULES, Decider, DecisionRules
+from strata_cli.decisions.decider import DEFAULT_RULES, Decider, DecisionRules, Level
 from strata_cli.engine.engine import Engine
 from strata_cli.errors import InputError
 from tests.decisions.asking import OPTIONS, QUESTION, STATE, open_tiny
@@ -143,3 +143,29 @@ def test_labels_that_collide_are_refused(engine: Engine, monkeypatch: pytest.Mon
         monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: [35])
         with pytest.raises(InputError, match="label tokens collide"):
             decider.decide(STATE, [CHOICE])
+
+
+@pytest.mark.parametrize("question", [CHOICE, YES_NO, SCALE])
+@pytest.mark.parametrize("level", ["raw", "L0"])
+def test_states_side_by_side_are_as_if_alone(
+    engine: Engine, question: questions.Question, level: Level
+) -> None:
+    states = [STATE, "A mail agent.", "Fonts. " * 90, STATE, "A library.", f"{STATE} Again."]
+    rules = DecisionRules(level=level, prior="none")
+    with Decider(engine, rules) as decider, Decider(engine, rules, lanes=4) as several:
+        alone = [decider.decide(state, [question]).decisions for state in states]
+        first = several.decide_many(states, [question])
+        again = several.decide_many(states[::-1], [question])[::-1]
+    assert [found.decisions for found in first] == alone
+    assert [found.decisions for found in again] == alone
+    assert first[0].tokens.read_tokens < first[0].tokens.prompt_tokens
+    assert first[1].tokens.read_tokens == 0
+
+
+def test_many_states_with_a_bad_one_are_refused_together(engine: Engine) -> None:
+    with Decider(engine, lanes=2) as decider:
+        for states, message in ((["s", " "], "is empty"), (["s", STATE * 200], "do not fit")):
+            with pytest.raises(InputError, match=message):
+                decider.decide_many(states, [YES_NO])
+        several = decider.decide_many(["s", "t"], [YES_NO, SCALE])
+        assert [len(one.decisions) for one in several] == [2, 2]

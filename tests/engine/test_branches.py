@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,28 @@ def test_all_rows_of_suffixes_are_told(model: Path, device_name: str, truth: Tru
             for stop, row in enumerate(rows, 1):
                 expected = truth(TEXT[:33] + suffix[:stop]).logits
                 assert np.array_equal(bits(row), bits(expected))
+
+
+def test_branches_of_several_sequences_share_passes(
+    model: Path, device_name: str, truth: Truth
+) -> None:
+    groups = [(TEXT[:33], [TEXT[:3], TEXT[20:45]]), (TEXT[9:20], []), (TEXT[5:70], [TEXT[3:9]])]
+    opened = open_engine(model, device=device_name, prefill=16)
+    with opened as engine, ExitStack() as stack:
+        sequences = [stack.enter_context(engine.sequence()) for _ in groups]
+        for sequence, (prefix, _) in zip(sequences, groups, strict=True):
+            sequence.prefill(prefix, logits="none")
+        suffixes = [suffixes for _, suffixes in groups]
+        for _ in range(2):
+            rows = engine.score_together(zip(sequences, suffixes, strict=True))
+            for (prefix, of_group), found in zip(groups, rows, strict=True):
+                expected = [truth(prefix + suffix).logits for suffix in of_group]
+                assert list(map(bits_of, found)) == list(map(bits_of, expected))
+        assert [sequence.position for sequence in sequences] == [33, 11, 65]
+
+
+def bits_of(row: Any) -> bytes:
+    return bytes(bits(row).tobytes())
 
 
 def test_sixteen_suffixes_have_as_many_rows(engine: Engine, truth: Truth) -> None:

@@ -1,9 +1,9 @@
-"""Many short continuations of one prefix, read as mixed batches; the prefix stays as it is."""
+"""Many short continuations of sequences, read as mixed batches; the sequences stay as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +37,23 @@ def plan_batches(lengths: Sequence[int], most_rows: int) -> Iterator[range]:
         yield range(start, len(lengths))
 
 
+class Branch(NamedTuple):
+    """What would be read if a sequence went on by it alone.
+
+    Attributes:
+        state: of the sequence.
+        ids: at least one token; they fit the context behind its position.
+    """
+
+    state: SequenceState
+    ids: list[int]
+
+
 def read_branches(
     forward: Forward,
     port: RowPort,
-    state: SequenceState,
     room: BranchRoom,
-    suffixes: Sequence[list[int]],
+    branches: Sequence[Branch],
     *,
     wanted: Literal["last", "all"] = "last",
     is_exact: bool = True,
@@ -50,41 +61,41 @@ def read_branches(
     streamer: PromptStreamer | None = None,
     cancellation: Cancellation = NEVER,
 ) -> list[NDArray[np.float32]]:
-    """The logits that each suffix would lead to if the sequence went on by it alone.
+    """The logits that each branch would lead to.
 
-    The sequence stays where it is. Snapshots of later positions can no longer be restored.
+    Sequences stay where they are. Snapshots of later positions can no longer be restored.
 
     Args:
         forward: the model.
         port: staging of the forward's workspace.
-        state: of the sequence.
         room: for the running state of branches.
-        suffixes: each at least one token; each fits the context behind the position.
-        wanted: which of a suffix's rows.
+        branches: of any sequences, in any order.
+        wanted: which of a branch's rows.
         is_exact: whether their tokens are computed as a canonical read would.
         watch: looks on.
         streamer: brings experts that are not resident; None: all are.
         cancellation: ends it between two passes, or where a pass's experts are waited for.
 
     Returns:
-        For each suffix "last": one row [V]; "all": [its tokens, V].
+        For each branch "last": one row [V]; "all": [its tokens, V].
 
     Raises:
-        Cancelled: the sequence is where it was, and whole.
+        Cancelled: the sequences are where they were, and whole.
     """
     most_rows = forward.workspace.num_tokens
     rows: list[NDArray[np.float32]] = []
-    for batch in plan_batches([len(ids) for ids in suffixes], most_rows):
+    for batch in plan_batches([len(branch.ids) for branch in branches], most_rows):
         cancellation.check()
-        together = [suffixes[index] for index in batch]
-        if len(together[0]) > most_rows:
+        together = [branches[index] for index in batch]
+        state, first_ids = together[0]
+        if len(first_ids) > most_rows:
             snapshot = state.snapshot()
             try:
                 row = prefill(
                     forward,
                     port,
                     state,
-                    together[0],
+                    first_ids,
                     wanted=wanted,
                     is_exact=is_exact,
                     watch=watch,
@@ -97,16 +108,16 @@ def read_branches(
             state.restore(snapshot)
             rows.append(row)
             continue
-        num_tokens = sum(map(len, together))
+        ids = [token for branch in together for token in branch.ids]
+        num_tokens, segments = len(ids), _segments(together, room)
         with streaming(streamer, num_tokens, most_rows, cancellation) as stream:
-            state.begin_branches()
-            segments = _branches(state, room, together)
+            for branch in together:
+                branch.state.begin_branches()
             ring_slots = 0 if stream is None else stream.ring_slots(num_tokens)
             watched = watch.chunk(
                 forward, state.position, num_tokens, ring_slots=ring_slots, is_dumped=False
             )
             with watched:
-                ids = [token for suffix in together for token in suffix]
                 enqueue_pass(forward, port, Batch(num_tokens, segments), ids, watch, stream)
         if wanted == "last":
             rows += last_rows(forward, port, segments)
@@ -116,11 +127,9 @@ def read_branches(
     return rows
 
 
-def _branches(
-    state: SequenceState, room: BranchRoom, suffixes: Sequence[list[int]]
-) -> tuple[Segment, ...]:
+def _segments(branches: Sequence[Branch], room: BranchRoom) -> tuple[Segment, ...]:
     segments, start = [], 0
-    for suffix in suffixes:
-        segments.append(Segment(state, start, start + len(suffix), room))
-        start += len(suffix)
+    for state, ids in branches:
+        segments.append(Segment(state, start, start + len(ids), room))
+        start += len(ids)
     return tuple(segments)
