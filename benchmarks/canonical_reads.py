@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.canonical_breaks import BREAKS, Break, share_prompts, skip_tail
+from benchmarks.canonical_breaks import BREAKS, Break, share_prompts, share_steps, skip_tail
 from benchmarks.canonical_protocol import (
     MANNERS,
     SMALL_SIZES,
@@ -38,6 +38,7 @@ from benchmarks.canonical_protocol import (
     Answers,
     Asked,
     Difference,
+    Manner,
     Protocol,
     Sizes,
     asked_of,
@@ -80,17 +81,21 @@ SETTINGS: dict[str, Change] = {
     "chunks of 512": lambda options, _facts: replace(options, prefill=512),
     "chunks of 2048": lambda options, _facts: replace(options, prefill=2048),
     "routed stream off": lambda options, _facts: replace(
-        options, streaming=replace(PLAIN, stream=replace(PLAIN.stream, skips_unrouted=False))
+        options,
+        prefill=2048,
+        streaming=replace(PLAIN, stream=replace(PLAIN.stream, skips_unrouted=False)),
     ),
     "likely order": lambda options, _facts: replace(
-        options, streaming=replace(PLAIN, is_likely=True)
+        options, prefill=2048, streaming=replace(PLAIN, is_likely=True)
     ),
     "fewer slots": lambda options, facts: replace(
         options, expert_cache=facts.slots(FEWER_SLOTS_OF)
     ),
     "experts stay put": lambda options, _facts: replace(options, adapt=STATIC),
     "tail skip": lambda options, facts: skip_tail(options, facts.top_k),
-    "processor's share": lambda options, facts: share_prompts(options, facts.top_k),
+    "processor's share": lambda options, facts: share_steps(
+        share_prompts(options, facts.top_k), facts.top_k
+    ),
     "all resident": lambda options, _facts: replace(
         options, expert_cache=None, homes=Homes(ExpertHome.DEVICE)
     ),
@@ -108,6 +113,8 @@ class Bench:
         sizes: of the protocol.
         broken: how the arithmetic is broken, or None.
         first_file: where the first run is kept, or None.
+        times: runs, the last behind a restart; 1: behind churn, if the first is known.
+        manner: of reading in runs and other settings; None: one by one, or where a break shows.
         found: what every run differed in, in order.
         seconds: that each run took, by name.
     """
@@ -117,6 +124,8 @@ class Bench:
     sizes: Sizes = SPEC_SIZES
     broken: Break | None = None
     first_file: Path | None = None
+    times: int = NUM_RUNS
+    manner: str | None = None
     found: list[Difference] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     first: Answers | None = None
@@ -155,16 +164,21 @@ class Bench:
         if self.first_file is not None and self.first_file.exists():
             self.first = Answers(list(np.load(self.first_file)))
 
+    def reading(self) -> Manner:
+        """How runs and settings read."""
+        usual = "ABC" if self.broken is None else self.broken.manner
+        return MANNERS[self.manner or usual]
+
     def runs(self) -> None:
-        """Four runs with churn between them, and a restart before the last."""
-        manner = MANNERS["ABC" if self.broken is None else self.broken.manner]
+        """So many runs with churn between them, and a restart before the last."""
         with self.protocol(self.options) as protocol:
-            for number in range(1, NUM_RUNS):
-                if number > 1:
+            for number in range(1, max(self.times, 2)):
+                if number > 1 or self.first is not None:
                     protocol.churn(number)
-                self.run(f"run {number}", partial(manner, protocol))
-        with self.protocol(self.options) as protocol:
-            self.run(f"run {NUM_RUNS}, behind a restart", partial(manner, protocol))
+                self.run(f"run {number}", partial(self.reading(), protocol))
+        if self.times > 1:
+            with self.protocol(self.options) as protocol:
+                self.run(f"run {self.times}, behind a restart", partial(self.reading(), protocol))
 
     def manners(self, names: list[str]) -> None:
         """Other manners of reading, one after the other in one session, with churn between."""
@@ -178,7 +192,7 @@ class Bench:
         try:
             with self.protocol(SETTINGS[name](self.options, self.facts)) as protocol:
                 protocol.churn(20)
-                self.run(name, partial(MANNERS["ABC"], protocol))
+                self.run(name, partial(self.reading(), protocol))
         except OutOfMemory as error:
             print(f"{name}: left out, {error.message}", flush=True)
 
@@ -258,7 +272,9 @@ def bench_of(arguments: argparse.Namespace) -> Bench:
         expert_profile=arguments.profile,
     )
     broken = BREAKS[arguments.broken] if arguments.broken else None
-    return Bench(options, facts, sizes, broken, arguments.first)
+    bench = Bench(options, facts, sizes, broken, arguments.first)
+    bench.times, bench.manner = arguments.times, arguments.manner
+    return bench
 
 
 def main() -> None:
@@ -270,6 +286,8 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="of the experts")
     parser.add_argument("--small", action="store_true", help="short prompts")
     parser.add_argument("--only", default=",".join(RUNS), help=", ".join(RUNS))
+    parser.add_argument("--times", type=int, default=NUM_RUNS, help="of runs")
+    parser.add_argument("--manner", choices=MANNERS, help="of reading in runs and settings")
     parser.add_argument("--first", type=Path, help="file of the first run")
     parser.add_argument("--broken", choices=BREAKS)
     parser.add_argument("--json", type=Path)

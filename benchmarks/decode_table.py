@@ -245,6 +245,11 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def slot_counts(text: str) -> list[int | None]:
+    """None: as many as fit."""
+    return [None if part == "auto" else int(part) for part in text.split(",")]
+
+
 def shares(text: str) -> list[float | None]:
     return [None if part == "auto" else float(part) for part in text.split(",")]
 
@@ -254,7 +259,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--vram-mib", type=int, default=0, help="of device memory, at most")
-    parser.add_argument("--slots", default="0", help="of the expert cache; 0: as many as fit")
+    parser.add_argument("--slots", default="auto", help="of the expert cache: auto or N,...")
     parser.add_argument("--tail-skip", default="0", help="ranks from which misses are left out")
     parser.add_argument("--pcie-frac", default="1", help="share of misses that the link carries")
     parser.add_argument("--profile", type=Path, help="of the experts")
@@ -270,20 +275,20 @@ def main() -> None:
         flush=True,
     )
     rows: list[Row] = []
-    for slots in numbers(arguments.slots):
+    for slots in slot_counts(arguments.slots):
         for tail_skip, share in product(numbers(arguments.tail_skip), shares(arguments.pcie_frac)):
             options = EngineOptions(
                 model=arguments.model,
                 device=arguments.device,
                 vram_bytes=arguments.vram_mib << 20,
                 max_context=arguments.prompt + WARM_UPS + arguments.steps,
-                expert_cache=slots or None,
+                expert_cache=slots,
                 expert_profile=arguments.profile,
                 tail_skip=tail_skip,
                 link_share=share,
             )
             with Engine.open(options) as engine:
-                assert engine._streamer is not None, "every expert is resident: give --slots"
+                assert engine._streamer is not None, "every expert fits: give --slots"
                 held = engine._streamer.setting.store.cache.num_slots
                 for case in arguments.cases.split(","):
                     row = row_of(
