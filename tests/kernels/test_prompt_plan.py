@@ -16,9 +16,11 @@ from strata_cli.engine.kernels.prompt_plan import (
     grouped_prompt_plan,
     has_prompt_plan,
     has_split_plan,
+    has_thin_plan,
     prompt_plan,
     prompt_shared_bytes,
     split_plan,
+    thin_plan,
 )
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
@@ -113,6 +115,35 @@ def test_float32_rows_in_pieces_of_16_bytes_have_a_function_of_their_own() -> No
     assert plan.shared_bytes <= gpu.shared_bytes
 
 
+def test_few_float32_rows_have_another() -> None:
+    inject = matrix_of(QuantType.F32, 4, 10_240)
+    assert has_thin_plan(inject, 1 << 20)
+    assert not has_thin_plan(inject, (1 << 20) + 4)
+    assert not has_thin_plan(matrix_of(QuantType.F32, 9, 10_240), 1 << 20)
+    assert not has_thin_plan(matrix_of(QuantType.F32, 4, 2562), 1 << 20)
+    assert not has_thin_plan(matrix_of(QuantType.BF16, 4, 10_240), 1 << 20)
+    plan = thin_plan(inject, 4095)
+    assert plan.grid == (256, 1, 1)
+    assert plan.shared_bytes == 40 * 4 * 16 * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(4, 10_240), (1, 2_560), (8, 100), (3, 2_052)])
+def test_few_float32_rows_have_the_bits_of_few_tokens(gpu_lab: Lab, rows: int, cols: int) -> None:
+    tokens, together = 75, 25
+    weight = Weight(
+        gpu_lab.put(packed_rows(QuantType.F32, rows, cols, 1)), QuantType.F32, rows, cols
+    )
+    x = normal(2, tokens, cols)
+    x[3] *= 1e3
+    many = gpu_lab.empty((tokens, rows))
+    matmul(gpu_lab.stream, gpu_lab.put(x), weight, many)
+    for first in range(0, tokens, together):
+        few = gpu_lab.empty((together, rows))
+        matmul(gpu_lab.stream, gpu_lab.put(x[first : first + together]), weight, few)
+        np.testing.assert_array_equal(gpu_lab.get(many)[first : first + together], gpu_lab.get(few))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_products_compile_for_every_architecture(architecture: str) -> None:
@@ -122,6 +153,7 @@ def test_products_compile_for_every_architecture(architecture: str) -> None:
         pytest.skip(error.message)
     units = (
         split_plan(matrix_of(QuantType.F32, 512, 2560), 4096).unit,
+        thin_plan(matrix_of(QuantType.F32, 4, 10_240), 4096).unit,
         prompt_plan(matrix_of(QuantType.BF16, 640, 104), 4096, GPUS["ampere"]).unit,
         grouped_prompt_plan(expert_of(QuantType.IQ3_XXS, 640, 2560), 999, 9, GPUS["ampere"]).unit,
     )

@@ -44,8 +44,10 @@ from strata_cli.engine.kernels.prompt_plan import (
     grouped_prompt_plan,
     has_prompt_plan,
     has_split_plan,
+    has_thin_plan,
     prompt_plan,
     split_plan,
+    thin_plan,
 )
 from strata_cli.engine.kernels.rows import compile_small
 from strata_cli.engine.kernels.shapes import blocks, expect
@@ -240,17 +242,22 @@ def matmul(
         launch = plan.launch(items, grain)
         stream.launch(kernel, launch, x, rounded, weight.data, out, *numbers)
         return
-    gpu = Gpu(shared_limit(stream), stream.num_multiprocessors)
-    if tokens > FEW_TOKENS and has_split_plan(matrix, x.address, gpu):
-        kernel = _kernel(_bind_matmul, _matmul_reference, split_plan(matrix, tokens).unit)
-        launch = split_plan(matrix, tokens).launch(items, grain)
-        stream.launch(kernel, launch, x, weight.data, out, *numbers)
-        return
+    split = _split_plan(stream, matrix, tokens, x.address)
     passes = blocks(tokens, FEW_COLUMNS)
-    plan = few_plan((matrix,), tokens, passes, shared_limit(stream))
+    plan = split or few_plan((matrix,), tokens, passes, shared_limit(stream))
     kernel = _kernel(_bind_matmul, _matmul_reference, plan.unit)
-    launch = plan.launch(items, grain, early=True)
+    launch = plan.launch(items, grain, early=split is None)
     stream.launch(kernel, launch, x, weight.data, out, *numbers)
+
+
+def _split_plan(stream: Stream, matrix: Matrix, tokens: int, x_address: int) -> Plan | None:
+    """A function for float32 weights and many rows; None where there is none for them."""
+    if tokens <= FEW_TOKENS:
+        return None
+    if has_thin_plan(matrix, x_address):
+        return thin_plan(matrix, tokens)
+    gpu = Gpu(shared_limit(stream), stream.num_multiprocessors)
+    return split_plan(matrix, tokens) if has_split_plan(matrix, x_address, gpu) else None
 
 
 def _dense_plan(stream: Stream, matrix: Matrix, tokens: int) -> Plan:

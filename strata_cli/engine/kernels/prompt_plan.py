@@ -1,7 +1,7 @@
 """How a GPU runs the many-row products: the shape of its tiles, and how many blocks make them.
 
-Nothing here decides bits. The layouts of shared memory are stated in matmul_prompt.cu and
-matmul_split.cu.
+Nothing here decides bits. The layouts of shared memory are stated in matmul_prompt.cu,
+matmul_split.cu and matmul_thin.cu.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ WIDE_BOOKS = (QuantType.IQ3_XXS, QuantType.IQ3_S)  # as f16, several times over
 WIDE_BOOK_BYTES = 32 << 10
 SPLIT_ROWS = 64  # weight rows, and activation rows, of a block of the float32 function
 SPLIT_STAGES = 3
+THIN_ROWS = 8  # most weight rows of the function of few of them
+THIN_TOKENS = 16  # of a block
+THIN_WARPS = 8
+THIN_SHARED_BYTES = 48 << 10
 SPLIT_ROW_BYTES = 256  # of a row in a stage
 SPLIT_SHARED_BYTES = SPLIT_STAGES * 2 * SPLIT_ROWS * SPLIT_ROW_BYTES
 
@@ -213,5 +217,33 @@ def split_plan(matrix: Matrix, tokens: int) -> Plan:
         grid=(blocks(tokens, SPLIT_ROWS), blocks(matrix.rows, SPLIT_ROWS), 1),
         block=(4 * WARP, 1, 1),
         shared_bytes=SPLIT_SHARED_BYTES,
+        extents=(slice_cols(matrix.qtype, matrix.cols),),
+    )
+
+
+def has_thin_plan(matrix: Matrix, x_address: int) -> bool:
+    """Whether the function of few float32 rows takes it: pieces of 16 bytes."""
+    return (
+        matrix.qtype is QuantType.F32
+        and matrix.cols % 4 == 0
+        and matrix.align == alignment(x_address) == 16
+        and matrix.rows <= THIN_ROWS
+        and _thin_shared_bytes(matrix) <= THIN_SHARED_BYTES
+    )
+
+
+def _thin_shared_bytes(matrix: Matrix) -> int:
+    slices = blocks(matrix.cols, slice_cols(matrix.qtype, matrix.cols))
+    return slices * matrix.rows * THIN_TOKENS * 4
+
+
+@lru_cache(maxsize=4096)
+def thin_plan(matrix: Matrix, tokens: int) -> Plan:
+    """The function of few float32 rows with many activation rows."""
+    return Plan(
+        unit=Unit("matmul_thin.cu", f"matmul_thin<{matrix.lane}>", ()),
+        grid=(blocks(tokens, THIN_TOKENS), 1, 1),
+        block=(THIN_WARPS * WARP, 1, 1),
+        shared_bytes=_thin_shared_bytes(matrix),
         extents=(slice_cols(matrix.qtype, matrix.cols),),
     )
