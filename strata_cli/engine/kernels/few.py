@@ -37,13 +37,13 @@ BANKS = 32
 GATE_BYTES = 16  # of a slot
 LIGHT_TILE_BYTES = 24 << 10
 FLOAT_TILE_BYTES = 44 << 10
-PAIR_TILE_BYTES = 60 << 10  # heavier ones leave a multiprocessor room for one block
+HEAVY_TILE_BYTES = 60 << 10  # by half where that fills idle multiprocessors
 FEW_TILES = MULTIPROCESSORS // 2
-WIDE_BLOCK_BYTES = 112 << 10  # two of these fit a multiprocessor
-ALONE_BLOCK_BYTES = 180 << 10  # where most multiprocessors are free for the next launch
+PAIR_BLOCK_BYTES = 112 << 10  # two of these fit a multiprocessor
+WIDE_BLOCK_BYTES = 180 << 10  # of the usual one of a multiprocessor: never two, and much on its way
 RESERVED_BYTES = 1 << 10
-MOST_WARPS = 20  # that multiply in a block
-USUAL_WARPS = 12  # measured
+USUAL_WARPS = 20  # that multiply in a block; measured
+PAIR_WARPS = 12  # the same of two blocks of a multiprocessor
 
 
 class Way(NamedTuple):
@@ -106,7 +106,7 @@ def _tile_rows(matrices: tuple[Matrix, ...], rows: int) -> dict[_Kind, int]:
     """
     main = _main(matrices)
     tile_bytes = rows * main.bytes_of(main.cols)
-    if blocks(main.rows, rows) <= FEW_TILES and tile_bytes > PAIR_TILE_BYTES:
+    if blocks(main.rows, rows) <= FEW_TILES and tile_bytes > HEAVY_TILE_BYTES:
         tile_bytes //= 2
     most = max(tile_bytes, LIGHT_TILE_BYTES)
     if _is_float(matrices):
@@ -259,6 +259,18 @@ def _with_slots(shape: _Shape, budget: int, stages: int) -> _Shape:
     return replace(shape, slots=slots, shared_bytes=grown)
 
 
+def _spread(shape: _Shape, resident: int, limit: int) -> _Shape:
+    """The shape with so much shared memory that no multiprocessor holds more than its share.
+
+    Blocks are handed out while the launch ahead still runs: where more of them fit, those that end
+    first get too many, and others none.
+    """
+    if shape.shared_bytes <= limit // (resident + 2):
+        return shape  # so small that little is lost, and the next launch finds room
+    least = min(limit // (resident + 1) + RESERVED_BYTES, limit)
+    return replace(shape, shared_bytes=max(shape.shared_bytes, least))
+
+
 def few_rows(matrices: tuple[Matrix, ...], segments: int) -> int:
     """Weight rows of a tile: sixteen where their bytes are few and tiles many."""
     main = _main(matrices)
@@ -272,20 +284,16 @@ def _choose(
 ) -> tuple[_Shape, int]:
     """The shape, and blocks per segment."""
     rows = way.rows or few_rows(matrices, segments)
-    tiles, tile_rows = _num_tiles(matrices, rows), _tile_rows(matrices, rows)
-    heaviest = max(tile_rows[_kind(m)] * m.bytes_of(m.cols) for m in matrices)
-    # Experts are not known before the launches ahead are done: more copies at once then. And of
-    # heavy tiles, one block alone would not have enough on their way.
-    is_heavy = LIGHT_TILE_BYTES < heaviest <= PAIR_TILE_BYTES
-    is_pair = tiles * segments > MULTIPROCESSORS and heaviest <= PAIR_TILE_BYTES
-    is_pair = is_pair and (experts > 0 or is_heavy) and not _is_float(matrices)
+    tiles = _num_tiles(matrices, rows)
+    # Short rows of experts, which are not known before the launches ahead are done, are over before
+    # one block has them all on their way.
+    is_short = experts > 0 and max(map(_num_slices, matrices)) == 1
+    is_pair = is_short and tiles * segments > MULTIPROCESSORS and not _is_float(matrices)
     resident = way.resident or (2 if is_pair else 1)
-    is_small = tiles * segments <= MULTIPROCESSORS  # a tile for each at most
-    warps = way.warps or (MOST_WARPS if is_small else USUAL_WARPS)
-    usual = ALONE_BLOCK_BYTES if is_small else WIDE_BLOCK_BYTES
-    budget = way.shared_bytes or usual
+    warps = way.warps or (USUAL_WARPS if resident == 1 else PAIR_WARPS)
+    budget = way.shared_bytes or (WIDE_BLOCK_BYTES if resident == 1 else PAIR_BLOCK_BYTES)
     num_blocks = min(tiles, max(1, MULTIPROCESSORS * resident // segments))
-    for most in dict.fromkeys((min(budget, limit), min(WIDE_BLOCK_BYTES, limit), limit)):
+    for most in dict.fromkeys((min(budget, limit), min(PAIR_BLOCK_BYTES, limit), limit)):
         for columns in (min(FEW_COLUMNS, tokens), 4, 2, 1):
             if columns > tokens:
                 continue
@@ -294,7 +302,8 @@ def _choose(
             for shape in _shapes(matrices, rows, warps, columns, own_tiles, is_last=is_last):
                 if shape.shared_bytes + RESERVED_BYTES <= most and shape.slots <= way.slots:
                     stages = min(way.slots, blocks(own_tiles, shape.teams) * shape.parts)
-                    return _with_slots(shape, most - RESERVED_BYTES, stages), num_blocks
+                    grown = _with_slots(shape, most - RESERVED_BYTES, stages)
+                    return _spread(grown, resident, limit), num_blocks
             if most < limit:
                 break  # rather more shared memory than fewer columns
     main = matrices[0]
