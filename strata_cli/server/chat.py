@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from strata_cli.server.answers import Answer, Part
 from strata_cli.server.asking import Wanted, ask
-from strata_cli.server.chat_prompts import ChatSetup, chat_setup, read_chat
+from strata_cli.server.chat_prompts import ChatSetup, ReadChat, chat_setup, read_chat
 from strata_cli.server.failures import bad_request
+from strata_cli.server.formats import constraint_of
 from strata_cli.server.logprobs import ChatLogprobs, Entry, Spelling
-from strata_cli.server.replies import Chat, ChatAnswer, ChatChoice, ChatChunk, Delta, DeltaChoice
+from strata_cli.server.replies import (
+    CalledFunction,
+    CallReply,
+    Chat,
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    Delta,
+    DeltaChoice,
+)
 from strata_cli.server.running import Head, Run, Tail, Whole, new_head, wants_usage
 from strata_cli.server.schemas import ChatRequest
 from strata_cli.server.service import (
@@ -24,6 +34,7 @@ from strata_cli.server.service import (
     service_of,
 )
 from strata_cli.server.streaming import EventStream, event, until_gone
+from strata_cli.server.tool_calls import CallReader, ToolCall
 
 REST_OF_CONTEXT = -1
 
@@ -81,13 +92,13 @@ class _ChatRun:
         """The answer as chunks."""
         with self._service.queue.enter():
             run = await self._run()
-            begun: set[int] = set()
+            readers: dict[int, CallReader] = {}
             async for output in run.outputs():
                 index, part = output.choice, output.part
-                if index not in begun:
-                    begun.add(index)
+                if index not in readers:
+                    readers[index] = CallReader(self._setup.use)
                     yield event(self._chunk(index, Delta(role="assistant", content="")))
-                for chunk in self._chunks(index, part, run.tail_if_over()):
+                for chunk in self._chunks(index, part, readers[index], run.tail_if_over()):
                     yield event(chunk)
             if self._has_usage:
                 yield event(self._usage_chunk(run.tail()))
@@ -101,29 +112,44 @@ class _ChatRun:
             self._max_tokens,
             Wanted(self._top),
             await service.grounds(self._request),
+            constraint=constraint_of(self._setup.grammar, _thought_end(prompt)),
         )
         tokenizer = service.texts.tokenizer
         answers = [Answer(job, asked, tokenizer, thinking=prompt.thinking) for job in asked.jobs]
         return Run(service, asked, answers)
 
     def _choice(self, index: int, choice: Whole) -> ChatChoice:
-        answer = ChatAnswer(content=choice.text, reasoning_content=choice.reasoning or UNSET)
+        reader = CallReader(self._setup.use)
+        text, calls = reader.push(choice.text)
+        text += reader.finish()
+        answer = ChatAnswer(
+            content=text if text or not calls else None,
+            reasoning_content=choice.reasoning or UNSET,
+            tool_calls=[_reply(call) for call in calls] or UNSET,
+        )
         return ChatChoice(
             index=index,
             message=answer,
             logprobs=self._logprobs(choice.entries),
-            finish_reason=choice.finish,
+            finish_reason=_finish(choice.finish, reader),
         )
 
-    def _chunks(self, index: int, part: Part, tail: Tail | None) -> Iterator[ChatChunk]:
-        if part.text or part.entries or part.reasoning:
+    def _chunks(
+        self, index: int, part: Part, reader: CallReader, tail: Tail | None
+    ) -> Iterator[ChatChunk]:
+        first = reader.num_calls
+        text, calls = reader.push(part.text)
+        if part.finish is not None:
+            text += reader.finish()
+        if text or part.entries or part.reasoning or calls:
             delta = Delta(
-                content=part.text if part.text or part.entries else UNSET,
+                content=text if text or part.entries else UNSET,
                 reasoning_content=part.reasoning or UNSET,
+                tool_calls=[_reply(call, first + n) for n, call in enumerate(calls)] or UNSET,
             )
             yield self._chunk(index, delta, part.entries)
         if part.finish is not None:
-            yield self._chunk(index, Delta(), finish=part.finish, tail=tail)
+            yield self._chunk(index, Delta(), finish=_finish(part.finish, reader), tail=tail)
 
     def _chunk(
         self,
@@ -161,6 +187,21 @@ class _ChatRun:
         if self._top is None:
             return None
         return ChatLogprobs([self._spelling.chat(entry) for entry in entries])
+
+
+def _thought_end(prompt: ReadChat) -> int | None:
+    """The token that an answer's grammar waits for: the end of a thought that is begun."""
+    thinking = prompt.thinking
+    return thinking.close_id if thinking is not None and thinking.is_open else None
+
+
+def _reply(call: ToolCall, index: int | UnsetType = UNSET) -> CallReply:
+    called = CalledFunction(name=call.name, arguments=call.arguments)
+    return CallReply(index=index, id=call.new_id(), function=called)
+
+
+def _finish(finish: str | None, reader: CallReader) -> str | None:
+    return "tool_calls" if finish == "stop" and reader.num_calls else finish
 
 
 def _max_tokens(body: ChatRequest) -> int:

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 from strata_cli.server.answers import Thinking
 from strata_cli.server.failures import bad_request
+from strata_cli.server.formats import format_grammar
 from strata_cli.server.limits import Limits
 from strata_cli.server.schemas import ChatRequest, Json
 from strata_cli.server.texts import ModelTexts
+from strata_cli.server.tools import TemplateTools, ToolUse, call_grammar, told, tool_use
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -29,12 +31,18 @@ class ChatSetup(NamedTuple):
         variables: what else it may ask for.
         continues: the last turn is the assistant's and unfinished.
         thinks: the model is asked to think first.
+        tools: that the template lists; None: it does not, or there are none.
+        use: what the answer may do with tools.
+        grammar: that the answer follows; None: any text.
     """
 
     messages: list[Json]
     variables: dict[str, Any]
     continues: bool
     thinks: bool
+    tools: list[Json] | None
+    use: ToolUse
+    grammar: str | None
 
 
 class ReadChat(NamedTuple):
@@ -52,7 +60,9 @@ def chat_setup(texts: ModelTexts, limits: Limits, body: ChatRequest) -> ChatSetu
     """
     if texts.template is None:
         raise texts.no_template()
-    _refuse_unserved(body)
+    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    template = TemplateTools.of(texts.template.source)
+    grammar = _grammar(body, use, template)
     if len(body.messages) > limits.max_messages:
         raise bad_request(
             f"{len(body.messages)} messages are more than the {limits.max_messages} that are read",
@@ -66,7 +76,9 @@ def chat_setup(texts: ModelTexts, limits: Limits, body: ChatRequest) -> ChatSetu
             raise bad_request("messages has one empty turn of the assistant alone", "messages")
     variables = _variables(texts, body)
     thinks = variables.get("enable_thinking") is True and not continues
-    return ChatSetup(messages, variables, continues, thinks)
+    messages = told(messages, use, template)
+    tools = [tool.described for tool in use.tools] if use.tools and template.lists else None
+    return ChatSetup(messages, variables, continues, thinks, tools, use, grammar)
 
 
 async def read_chat(texts: ModelTexts, setup: ChatSetup) -> ReadChat:
@@ -76,7 +88,7 @@ async def read_chat(texts: ModelTexts, setup: ChatSetup) -> ReadChat:
         StrataError: the template refuses the messages, or fails on them.
     """
     prompt = await texts.encode_chat(
-        setup.messages, tools=None, variables=setup.variables, continues=setup.continues
+        setup.messages, tools=setup.tools, variables=setup.variables, continues=setup.continues
     )
     special = texts.tokenizer.special_ids
     if not setup.thinks or not {THINK_OPEN, THINK_CLOSE} <= special.keys():
@@ -85,21 +97,11 @@ async def read_chat(texts: ModelTexts, setup: ChatSetup) -> ReadChat:
     return ReadChat(prompt.ids, Thinking(special[THINK_OPEN], special[THINK_CLOSE], is_open))
 
 
-def _refuse_unserved(body: ChatRequest) -> None:
-    """Fields that are known, and not served yet."""
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise _unserved("response_format", "leave it out, and ask for the format in the prompt")
-    if body.tools:
-        raise _unserved("tools", "leave it out")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _unserved("tool_choice", "leave it out")
-
-
-def _unserved(name: str, advice: str) -> Exception:
-    return bad_request(
-        f"{name} is not supported; try: {advice}", name, code="unsupported_parameter"
-    )
+def _grammar(body: ChatRequest, use: ToolUse, template: TemplateTools) -> str | None:
+    wanted = format_grammar(body.response_format)
+    if wanted is not None and use.tools:
+        raise bad_request("response_format cannot go with tools; give one", "response_format")
+    return wanted if wanted is not None else call_grammar(use, template)
 
 
 def _message(index: int, message: Json) -> Json:

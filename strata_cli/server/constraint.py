@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from strata_cli.errors import InputError
 
 
 class Constraint(Protocol):
@@ -23,3 +26,31 @@ class Constraint(Protocol):
 
 MakeConstraint: TypeAlias = Callable[[str], Constraint]
 """A constraint from its text in a request; raises InputError where that is no constraint."""
+
+
+class Rule(NamedTuple):
+    """A constraint as a request carries it.
+
+    Attributes:
+        grammar: of llguidance.
+        after: a token that ends a thought: until it came, anything may; None: from the first token.
+    """
+
+    grammar: str
+    after: int | None = None
+
+    def text(self) -> str:
+        """For Generate.constraint."""
+        return json.dumps(self._asdict())
+
+    @classmethod
+    def of_text(cls, text: str) -> Rule:
+        """The opposite.
+
+        Raises:
+            InputError: it is not what text() gives.
+        """
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"a constraint cannot be read: {text:.100}") from error

@@ -76,6 +76,22 @@ class Completion(Struct, frozen=True, kw_only=True):
     strata: StrataFacts | UnsetType = UNSET
 
 
+class CalledFunction(Struct, frozen=True, kw_only=True):
+    """A function's name, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class CallReply(Struct, frozen=True, kw_only=True):
+    """A call of a function; its index is there in streams."""
+
+    index: int | UnsetType = UNSET
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatAnswer(Struct, frozen=True, kw_only=True):
     """The assistant's turn."""
 
@@ -83,6 +99,7 @@ class ChatAnswer(Struct, frozen=True, kw_only=True):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallReply] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
@@ -113,6 +130,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallReply] | UnsetType = UNSET
 
 
 class DeltaChoice(Struct, frozen=True, kw_only=True):

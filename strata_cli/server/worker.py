@@ -37,6 +37,9 @@ from strata_cli.server.worker_channel import Channel
 
 if TYPE_CHECKING:
     from strata_cli.engine.engine import Engine
+    from strata_cli.engine.model.tokenizer import Tokenizer
+    from strata_cli.server.constraint import Constraint
+    from strata_cli.server.grammar import Grammars
     from strata_cli.server.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,22 @@ def main() -> int:
         return _serve(channel)
     finally:
         channel.close()
+
+
+class _Constraints:
+    """Makes constraints; what that takes is loaded for the first one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._grammars: Grammars | None = None
+
+    def __call__(self, text: str) -> Constraint:
+        """See MakeConstraint."""
+        if self._grammars is None:
+            from strata_cli.server.grammar import Grammars
+
+            self._grammars = Grammars(self._tokenizer)
+        return self._grammars.make(text)
 
 
 def _serve(channel: Channel) -> int:
@@ -146,6 +165,7 @@ class EngineWorker:
                 self._channel.send,
                 parallel=config.parallel,
                 rules=CacheRules.of(config),
+                make_constraint=_Constraints(engine.tokenizer),
             ) as scheduler,
         ):
             self._scheduler = scheduler

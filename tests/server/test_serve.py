@@ -124,6 +124,40 @@ def test_openais_client_chats_and_streams(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["strata-demo"]
 
 
+def test_openais_client_gets_json_and_calls(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "Which animal barks?"}]
+    schema = {
+        "type": "object",
+        "properties": {"animal": {"enum": ["dog", "cat"]}, "legs": {"enum": [2, 4]}},
+        "required": ["animal", "legs"],
+        "additionalProperties": False,
+    }
+    fields: Any = {"model": "strata-demo", "messages": messages, "max_tokens": 100}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}}
+    whole = client.chat.completions.create(**fields, response_format=form)
+    value = orjson.loads(whole.choices[0].message.content or "")
+    assert value["animal"] in ("dog", "cat")
+    assert value["legs"] in (2, 4)
+    tools: Any = [{"type": "function", "function": {"name": "show", "parameters": schema}}]
+    asked: Any = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    choice = client.chat.completions.create(**fields, **asked).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    calls: Any = choice.message.tool_calls
+    assert [call.function.name for call in calls] == ["show"]
+    arguments = calls[0].function.arguments
+    assert orjson.loads(arguments).keys() == {"animal", "legs"}
+    streamed = [
+        call.function.arguments
+        for chunk in client.chat.completions.create(**fields, **asked, stream=True)
+        for call in chunk.choices[0].delta.tool_calls or ()
+        if call.function
+    ]
+    assert streamed == [arguments]
+    result: Any = {"role": "tool", "tool_call_id": calls[0].id, "content": "ok"}
+    fields["messages"] = [*messages, choice.message, result]
+    assert client.chat.completions.create(**fields, tools=tools).choices[0].finish_reason
+
+
 def test_openais_client_completes_and_sees_errors(client: openai.OpenAI) -> None:
     fields: Any = {"model": "strata-demo", "prompt": [PROMPT, "Hello"], "max_tokens": 4}
     whole = client.completions.create(**fields, logprobs=1, n=2, temperature=0)
