@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
 import types
+import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import anyjev
@@ -274,3 +277,27 @@ def test_logprobs_are_never_positive_and_finite(server: Running) -> None:
         values = np.array(list(table.values()))
         assert np.all(np.isfinite(values))
         assert np.all(values <= 0)
+
+
+def test_an_engine_that_dies_in_a_stream_is_told_and_started_again(server: Running) -> None:
+    starts = server.get("/status")["engine"]["starts"]
+    body = orjson.dumps({"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True})
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", body, {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as stream:
+        assert stream.readline().startswith(b"data: {")
+        os.kill(worker_of(server), signal.SIGKILL)
+        *_, last, end = stream.read().strip().split(b"\n\n")
+    assert b'"error"' in last
+    assert end == b"data: [DONE]"
+    assert server.post("/v1/completions", prompt=PROMPT, max_tokens=1)["choices"]
+    assert server.get("/status")["engine"]["starts"] == starts + 1
+
+
+def worker_of(server: Running) -> int:
+    """The process of the engine: the one child that has more than one thread."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    (worker,) = [int(child) for child in children if len(os.listdir(f"/proc/{child}/task")) > 2]
+    return worker
