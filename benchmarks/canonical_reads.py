@@ -274,6 +274,7 @@ def bench_of(arguments: argparse.Namespace) -> Bench:
     broken = BREAKS[arguments.broken] if arguments.broken else None
     bench = Bench(options, facts, sizes, broken, arguments.first)
     bench.times, bench.manner = arguments.times, arguments.manner
+    bench.asked = asked_of(spec.vocab_size, sizes)
     return bench
 
 
