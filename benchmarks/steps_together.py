@@ -4,7 +4,8 @@
 
 For each number of sequences: milliseconds of a step (median, least, most), tokens per second of all
 together, the same tokens stepped one by one in the same run, and what the first pass of a set costs
-that was not recorded before: time, and device memory that is then no longer free. Each row is checked to have the bits of its sequence alone.
+that was not recorded before: time, and device memory that is then no longer free. Each row is
+checked to have the bits of its sequence alone.
 """
 
 from __future__ import annotations

@@ -226,5 +226,9 @@ def is_prefix(prefix: Sequence[int], ids: Sequence[int]) -> bool:
 
 def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two sequences begin with in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    most, step = min(len(one), len(other)), 256
+    start = 0
+    while start < most and one[start : start + step] == other[start : start + step]:
+        start += step  # alike, or one ends here; slices are compared much faster than their items
+    pairs = zip(one[start : start + step], other[start : start + step], strict=False)
+    return next((start + i for i, (a, b) in enumerate(pairs) if a != b), most)

@@ -70,6 +70,14 @@ class PromptReading:
         """Tokens that are not read yet."""
         return len(self._ids) - self._position
 
+    def cut(self, position: int) -> bool:
+        """Leave a checkpoint at a position too, if it is still ahead; whether there will be one."""
+        if not self._cache.rules.prompt_cache:
+            return False
+        if self._position < position < len(self._ids):
+            self._stops = sorted({*self._stops, position})
+        return position in self._stops
+
     def next(self, most: int | None = None) -> Upcoming:
         """What to read next: up to the next checkpoint, at most so many tokens."""
         position = self._position

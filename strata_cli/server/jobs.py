@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -70,6 +70,8 @@ class Job:
         name, cancellation, canonical: as given.
         session: that it has now; None while it waits.
         reading: of the prompt; None before it is begun.
+        reuse: what is known of the prompt is not read again.
+        reused_tokens: of the prompt, known from other requests.
         read_tokens: that were read for it.
     """
 
@@ -84,6 +86,8 @@ class Job:
         self.canonical = canonical
         self.session: Session | None = None
         self.reading: PromptReading | None = None
+        self.reuse = True
+        self.reused_tokens = 0
         self.read_tokens = 0
         self.watch = Stopwatch()
         self._send = send
@@ -99,11 +103,6 @@ class Job:
         return 0 if self.reading is None else self.reading.left_tokens
 
     @property
-    def reused_tokens(self) -> int:
-        """Of the prompt, known from earlier ones."""
-        return 0 if self.reading is None else self.reading.start
-
-    @property
     def take_rows(self) -> Callable[[Floats], None] | None:
         """Takes the logits of all tokens of the prompt; None: they are not wanted."""
         return None
@@ -116,12 +115,17 @@ class Job:
         """
         raise NotImplementedError
 
-    def begin(self, session: Session, *, reuse: bool) -> None:
+    def begin(self, session: Session) -> None:
         """Have a session, which is rewound to what it knows of the prompt."""
         self.session = session
+        self.reading = session.begin(self.ids, reuse=self.reuse, wants_logits=self.wants_logits)
+        self.begun(self.reading.start)
+
+    def begun(self, reused_tokens: int) -> None:
+        """Tell that so many tokens of the prompt need not be read."""
         self.watch.next()
-        self.reading = session.begin(self.ids, reuse=reuse, wants_logits=self.wants_logits)
-        self._send(Started(request_id=self.name, reused_tokens=self.reading.start))
+        self.reused_tokens = reused_tokens
+        self._send(Started(request_id=self.name, reused_tokens=reused_tokens))
 
     def next_part(self, most: int) -> Part:
         """At most so many tokens of the prompt, for a pass."""
@@ -133,8 +137,12 @@ class Job:
         """So many tokens of the prompt were read; the logits [V] are those of its end."""
         assert self.reading is not None
         self.reading.add(logits)
+        self.tell_read(num_tokens)
+
+    def tell_read(self, num_tokens: int) -> None:
+        """Tell that so many more tokens were read for it."""
         self.read_tokens += num_tokens
-        total = len(self.ids) - self.reading.start
+        total = len(self.ids) - self.reused_tokens
         self._send(Progress(request_id=self.name, read_tokens=self.read_tokens, total_tokens=total))
 
 
@@ -154,6 +162,7 @@ class GenerateJob(Job):
         ids = list(request.prompt)
         super().__init__(request.request_id, ids, cancellation, send, canonical=canonical)
         self.request = request
+        self.reuse = request.reuse and request.prompt_logprobs is None
         self.wants_logits = request.max_tokens > 0
         self.is_over = False
         self.generated: list[int] = []
@@ -162,6 +171,11 @@ class GenerateJob(Job):
         self._constraint: Constraint | None = None
         self._told = 0
         self._ends: frozenset[int] = frozenset()
+
+    @property
+    def is_lone_read(self) -> bool:
+        """Whether its prompt's end is all that is read for it: others may share the beginning."""
+        return self.request.max_tokens == 1 and self.reuse
 
     @property
     def take_rows(self) -> Callable[[Floats], None] | None:
@@ -192,17 +206,14 @@ class GenerateJob(Job):
                 raise InputError("answers cannot be held to a grammar here", hint="leave it out")
             self._constraint = self._make(request.constraint)
 
-    def begin(self, session: Session, *, reuse: bool) -> None:
-        """See Job. Where the prompt's own log-probabilities are wanted, all of it is read."""
-        is_known_enough = self.request.prompt_logprobs is None
-        super().begin(session, reuse=reuse and is_known_enough)
-
     def answer_prompt(self) -> None:
         """The first token, when the prompt is read; if none is wanted, the end. Does that once."""
-        assert self.reading is not None
+        if self.generated:
+            return
         if self.request.max_tokens == 0:
             self.finish("length")
-        elif not self.generated:
+        else:
+            assert self.reading is not None
             assert self.reading.logits is not None
             self.advance(self.reading.logits)
 
@@ -313,6 +324,7 @@ class ScoreJob(Job):
         ids = list(request.prefix)
         super().__init__(request.request_id, ids, cancellation, send, canonical=canonical)
         self.request = request
+        self.reuse = request.reuse
         self._batches: Iterator[range] = iter(())
         self._rows: list[tuple[float, ...]] = []
 
@@ -389,4 +401,55 @@ class ScoreJob(Job):
         )
 
 
+class SharedReads(Job):
+    """Requests for one token whose prompts begin alike: that is read once, their ends together.
+
+    Args:
+        members: the requests.
+        shared_tokens: that all begin with; at least one is left of each.
+        most_rows: no end of a prompt is longer.
+
+    Attributes:
+        members: those that have no answer yet.
+    """
+
+    wants_logits = False
+
+    def __init__(
+        self, members: Sequence[GenerateJob], shared_tokens: int, most_rows: int, send: Send
+    ) -> None:
+        first = members[0]
+        ids, mine = first.ids[:shared_tokens], Cancellation()
+        super().__init__(first.name, ids, mine, send, canonical=first.canonical)
+        self.members = list(members)
+        self._most_rows = most_rows
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every request has its answer."""
+        return not self.members
+
+    def begun(self, reused_tokens: int) -> None:
+        """See Job. Only the first member reads what all begin with."""
+        for index, member in enumerate(self.members):
+            member.begun(len(self.ids) if index else reused_tokens)
+
+    def tell_read(self, num_tokens: int) -> None:
+        """See Job."""
+        if self.members:
+            self.members[0].tell_read(num_tokens)
+
+    def advance(self) -> list[tuple[GenerateJob, Floats]]:
+        """Read the ends of some prompts in one pass; their requests, which leave, and logits."""
+        assert self.session is not None
+        ends = [member.ids[len(self.ids) :] for member in self.members]
+        batch = next(plan_batches([len(end) for end in ends], self._most_rows))
+        rows = self.session.sequence.score(ends[: len(batch)])
+        now, self.members = self.members[: len(batch)], self.members[len(batch) :]
+        for member, end in zip(now, ends, strict=False):
+            member.tell_read(len(end))
+        return list(zip(now, rows, strict=True))
+
+
 AnyJob: TypeAlias = GenerateJob | ScoreJob
+SlotJob: TypeAlias = AnyJob | SharedReads

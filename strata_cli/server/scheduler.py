@@ -1,7 +1,8 @@
 """Which requests the engine works for next: prompts and answers in turn, all that can together.
 
-A pass takes a piece of every prompt that is being read, and one step of every answer. Every row of
-it has the bits that it would have alone, so who shares a pass with whom changes no answer.
+A pass takes a piece of every prompt that is being read, and one step of every answer. Requests for
+one token whose prompts begin alike share a slot: what they have in common is read once. Every row
+of a pass has the bits that it would have alone, so who shares what with whom changes no answer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self
 
 from strata_cli.engine.cancelling import NEVER, Cancellation
@@ -21,9 +23,24 @@ from strata_cli.engine.session import Session
 from strata_cli.errors import Cancelled, DeviceError, OutOfMemory, StallError, StrataError
 from strata_cli.server.constraint import MakeConstraint
 from strata_cli.server.engine_errors import kind_of, out_of_host_memory
-from strata_cli.server.jobs import AnyJob, Floats, GenerateJob, ScoreJob, Send
+from strata_cli.server.jobs import (
+    AnyJob,
+    Floats,
+    GenerateJob,
+    ScoreJob,
+    Send,
+    SharedReads,
+    SlotJob,
+)
 from strata_cli.server.protocol import Beat, Failed, Generate, Score, Status
-from strata_cli.server.sharing import DecodeTurns, SlotUse, choose_slot, share_rows
+from strata_cli.server.sharing import (
+    DecodeTurns,
+    SlotUse,
+    choose_slot,
+    find_company,
+    is_worth_sharing,
+    share_rows,
+)
 from strata_cli.server.tally import Tally, resident_bytes
 
 
@@ -38,7 +55,7 @@ class Slot:
     """
 
     session: Session
-    job: AnyJob | None = None
+    job: SlotJob | None = None
     used_at: int = 0
 
 
@@ -114,11 +131,11 @@ class Scheduler:
     def status(self) -> Status:
         """What is going on. Any thread."""
         jobs = [slot.job for slot in self._slots if slot.job is not None]
-        reading = sum(isinstance(job, ScoreJob) or job.is_reading for job in jobs)
+        generating = sum(isinstance(job, GenerateJob) and not job.is_reading for job in jobs)
         return Status(
             waiting=len(self._waiting),
-            reading=reading,
-            generating=len(jobs) - reading,
+            reading=sum(len(_members(job)) for job in jobs) - generating,
+            generating=generating,
             counters=self._tally.counters(self._engine.residency_counts),
             memory_bytes=resident_bytes(),
         )
@@ -135,6 +152,7 @@ class Scheduler:
         with self._answering(job):
             job.check(self._engine)
             self._waiting.append(job)
+            self._expects_more(job, known_tokens=0)
 
     def turn(self) -> None:
         """One pass of the engine, at most.
@@ -144,11 +162,10 @@ class Scheduler:
             StallError: likewise.
         """
         self._drop_cancelled()
-        while self._waiting and (idle := [slot for slot in self._slots if slot.job is None]):
-            self._begin(self._waiting.popleft(), idle)
+        self._admit()
         jobs = [slot.job for slot in self._slots if slot.job is not None]
         reading = [job for job in jobs if job.is_reading]
-        scoring = [job for job in jobs if isinstance(job, ScoreJob) and not job.is_reading]
+        scoring = [job for job in jobs if not isinstance(job, GenerateJob) and not job.is_reading]
         generating = [job for job in jobs if isinstance(job, GenerateJob) and not job.is_reading]
         if not generating:
             self._turns.forget()
@@ -177,29 +194,83 @@ class Scheduler:
         return ScoreJob(request, cancellation, self._send)
 
     def _drop_cancelled(self) -> None:
-        jobs = [*self._waiting, *(slot.job for slot in self._slots if slot.job is not None)]
-        for job in jobs:
+        at_work = [slot.job for slot in self._slots if slot.job is not None]
+        for job in [*self._waiting, *chain.from_iterable(map(_members, at_work))]:
             if job.cancellation.is_cancelled:
                 self._cancelled(job)
 
+    def _admit(self) -> None:
+        """Give idle slots to those that wait, unless what they need is just being read."""
+        for job in list(self._waiting):
+            idle = [slot for slot in self._slots if slot.job is None]
+            if not idle:
+                return
+            if job not in self._waiting:  # it keeps another one company
+                continue
+            with self._manner([job]):
+                known = max(slot.session.known_tokens(job.ids) for slot in idle)
+            if not self._expects_more(job, known):
+                self._waiting.remove(job)
+                self._begin(job, idle)
+
+    def _expects_more(self, job: AnyJob, known_tokens: int) -> bool:
+        """Whether a slot at work will soon know much more of a lone read's prompt.
+
+        That slot leaves a checkpoint where the prompts part.
+        """
+        if not isinstance(job, GenerateJob) or not job.is_lone_read:
+            return False
+        for slot in self._slots:
+            reading = None if slot.job is None else slot.job.reading
+            if slot.job is None or reading is None or reading.is_over:
+                continue
+            if job.canonical and not slot.job.canonical:  # which may leave what is not exact
+                continue
+            common = min(common_tokens(slot.job.ids, job.ids), len(job.ids) - 1)
+            if is_worth_sharing(common - known_tokens, job.ids) and reading.cut(common):
+                return True
+        return False
+
     def _begin(self, job: AnyJob, idle: Sequence[Slot]) -> None:
-        reuse = job.request.reuse
-        with self._answering(job), self._manner([job]):
-            slot = idle[choose_slot([self._use(slot, job, reuse=reuse) for slot in idle])]
-            slot.job = job
+        with self._manner([job]):
+            uses = [self._use(slot, job) for slot in idle]
+            best = choose_slot(uses)
+            slot, chosen = idle[best], self._with_company(job) if uses[best].read_tokens else job
+            slot.job = chosen
             self._begun += 1
             slot.used_at = self._begun
-            job.begin(slot.session, reuse=reuse)
-            self._go_on(job)
+            with self._answering(chosen):
+                chosen.begin(slot.session)
+                self._go_on(chosen)
 
-    def _use(self, slot: Slot, job: AnyJob, *, reuse: bool) -> SlotUse:
+    def _use(self, slot: Slot, job: AnyJob) -> SlotUse:
         session, ids = slot.session, job.ids
-        known = session.known_tokens(ids, wants_logits=job.wants_logits) if reuse else 0
+        known = session.known_tokens(ids, wants_logits=job.wants_logits) if job.reuse else 0
         live = session.sequence.cached_ids
         lost = len(live) - common_tokens(live, ids)
         return SlotUse(len(ids) - known, lost, self._begun - slot.used_at)
 
-    def _read(self, reading: Sequence[AnyJob], generating: Sequence[GenerateJob]) -> None:
+    def _with_company(self, job: AnyJob) -> SlotJob:
+        """A lone read and those that wait and begin alike; others stay alone."""
+        if not isinstance(job, GenerateJob) or not job.is_lone_read:
+            return job
+        others = [
+            other
+            for other in self._waiting
+            if isinstance(other, GenerateJob)
+            and other.is_lone_read
+            and other.canonical == job.canonical
+        ]
+        most_rows = self._engine.chunk_tokens
+        company = find_company(job.ids, [other.ids for other in others], most_rows)
+        if not company.others:
+            return job
+        members = [job, *(others[number] for number in company.others)]
+        for member in members[1:]:
+            self._waiting.remove(member)
+        return SharedReads(members, company.shared_tokens, most_rows, self._send)
+
+    def _read(self, reading: Sequence[SlotJob], generating: Sequence[GenerateJob]) -> None:
         """A piece of every prompt, and a step of every answer unless they leave too few rows."""
         most = self._engine.chunk_tokens
         beside = list(generating) if 2 * len(generating) <= most else []
@@ -228,16 +299,23 @@ class Scheduler:
         self._tally.step_ms += seconds * 1e3
         self._advance(generating, rows)
 
-    def _score(self, job: ScoreJob) -> None:
-        started = time.perf_counter()
-        with self._working([job], 0), self._manner([job]):
-            job.advance()
+    def _score(self, job: ScoreJob | SharedReads) -> None:
+        started, answers = time.perf_counter(), list[tuple[GenerateJob, Floats]]()
+        with self._working([job], self._engine.chunk_tokens), self._manner([job]):
+            if isinstance(job, SharedReads):
+                answers = job.advance()
+            else:
+                job.advance()
             self._go_on(job)
+        for member, row in answers:
+            with self._answering(member):
+                member.advance(row)
+                self._go_on(member)
         seconds = time.perf_counter() - started
         self._tally.prompt_ms += seconds * 1e3
         self._turns.prompts_took(seconds)
 
-    def _pass(self, jobs: Sequence[AnyJob], parts: Sequence[Part]) -> list[Floats | None]:
+    def _pass(self, jobs: Sequence[SlotJob], parts: Sequence[Part]) -> list[Floats | None]:
         """The logits of each part; none if the pass failed, which its jobs were told then."""
         # In the middle of a pass only its one job may end it: others would lose their places.
         cancellation = jobs[0].cancellation if len(jobs) == 1 else NEVER
@@ -254,31 +332,33 @@ class Scheduler:
                 job.advance(row)
                 self._go_on(job)
 
-    def _go_on(self, job: AnyJob) -> None:
+    def _go_on(self, job: SlotJob) -> None:
         """What follows at once from where a job is."""
         if job.is_reading:
             return
         if isinstance(job, GenerateJob):
             job.answer_prompt()
-        elif job.is_over:
+        elif isinstance(job, ScoreJob) and job.is_over:
             job.finish()
         if job.is_over:
-            self._tally.add(job)
+            if not isinstance(job, SharedReads):
+                self._tally.add(job)
             self._forget(job)
 
-    def _manner(self, jobs: Sequence[AnyJob]) -> AbstractContextManager[None]:
+    def _manner(self, jobs: Sequence[SlotJob]) -> AbstractContextManager[None]:
         """A pass is canonical for all if it is for one."""
         is_canonical = any(job.canonical for job in jobs)
         return self._engine.canonical() if is_canonical else nullcontext()
 
     @contextmanager
-    def _working(self, jobs: Sequence[AnyJob], num_tokens: int) -> Iterator[None]:
+    def _working(self, jobs: Sequence[SlotJob], num_tokens: int) -> Iterator[None]:
         """Around a pass: when it fails, all its jobs fail."""
         self._pending_tokens = num_tokens
         try:
             yield
         except Cancelled:
             (job,) = jobs
+            assert not isinstance(job, SharedReads)
             self._cancelled(job)
         except StrataError as error:
             for job in jobs:
@@ -293,7 +373,7 @@ class Scheduler:
             self._tally.passes += 1
 
     @contextmanager
-    def _answering(self, job: AnyJob) -> Iterator[None]:
+    def _answering(self, job: SlotJob) -> Iterator[None]:
         """Around what concerns one job alone."""
         try:
             yield
@@ -310,20 +390,29 @@ class Scheduler:
         job.finish_cancelled()
         self._forget(job)
 
-    def _failed(self, job: AnyJob, error: StrataError) -> None:
-        self._tally.requests_failed += 1
-        kind = kind_of(error)
-        self._send(Failed(request_id=job.name, kind=kind, message=error.message, hint=error.hint))
-        self._forget(job)
+    def _failed(self, job: SlotJob, error: StrataError) -> None:
+        kind, message, hint = kind_of(error), error.message, error.hint
+        for member in _members(job):
+            self._tally.requests_failed += 1
+            self._send(Failed(request_id=member.name, kind=kind, message=message, hint=hint))
+            self._forget(member)
 
-    def _forget(self, job: AnyJob) -> None:
-        """A job is over; its slot keeps what it has read."""
-        if job in self._waiting:
+    def _forget(self, job: SlotJob) -> None:
+        """A job is over; its slot keeps what it has read, and is idle when nobody shares it."""
+        if not isinstance(job, SharedReads) and job in self._waiting:
             self._waiting.remove(job)
         for slot in self._slots:
-            if slot.job is job:
+            if isinstance(slot.job, SharedReads) and job in slot.job.members:
+                slot.job.members.remove(job)
+            if slot.job is job or (isinstance(slot.job, SharedReads) and slot.job.is_over):
                 slot.job = None
-        self._cancellations.pop(job.name, None)
+        if not isinstance(job, SharedReads):
+            self._cancellations.pop(job.name, None)
+
+
+def _members(job: SlotJob) -> list[AnyJob]:
+    """The requests that a job is for."""
+    return list(job.members) if isinstance(job, SharedReads) else [job]
 
 
 def _is_fatal(error: StrataError) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from strata_cli.engine.prompt_cache import common_tokens
+
 DECODE_SHARE = 0.5
 """Of the engine's time, while prompts are read beside answers that are generated."""
 
@@ -28,6 +30,10 @@ def share_rows(wanted: Sequence[int], most: int) -> list[int]:
             shares[index] += more
             left -= more
     return shares
+
+
+LEAST_SHARED = 32
+"""Tokens that prompts must have in common to be read together."""
 
 
 class SlotUse(NamedTuple):
@@ -60,6 +66,42 @@ def choose_slot(uses: Sequence[SlotUse]) -> int:
         return use.read_tokens + use.lost_tokens * 0.5 ** (1 + use.idle_turns), -use.idle_turns
 
     return min(range(len(uses)), key=cost)
+
+
+class Company(NamedTuple):
+    """Prompts that are read together: the first one, and these others.
+
+    Attributes:
+        others: their numbers.
+        shared_tokens: that all of them begin with; a token is left of each.
+    """
+
+    others: tuple[int, ...]
+    shared_tokens: int
+
+
+def find_company(prompt: Sequence[int], others: Sequence[Sequence[int]], most_rows: int) -> Company:
+    """Which of other prompts are read together with one: what all begin with once, then their ends.
+
+    Args:
+        prompt: the one.
+        others: those that wait.
+        most_rows: no end of a prompt may be longer.
+    """
+    chosen: list[int] = []
+    shared = len(prompt) - 1
+    for number, other in enumerate(others):
+        common = min(common_tokens(prompt, other), len(other) - 1, shared)
+        ends = (len(ids) - common for ids in (prompt, other, *(others[i] for i in chosen)))
+        if is_worth_sharing(common, prompt) and max(ends) <= most_rows:
+            chosen.append(number)
+            shared = common
+    return Company(tuple(chosen), shared)
+
+
+def is_worth_sharing(common: int, prompt: Sequence[int]) -> bool:
+    """Whether so many common tokens are a good part of a prompt."""
+    return common >= LEAST_SHARED and 2 * common >= len(prompt)
 
 
 class DecodeTurns:

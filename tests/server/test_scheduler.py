@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from strata_cli.engine import reading
 from strata_cli.engine.decode.sampling import Sampler
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.kernels.head import log_softmax_row
@@ -119,6 +120,10 @@ VARIED: tuple[Generate | Score, ...] = (
     Generate(prompt=TEXT[:20], max_tokens=0),
     Score(prefix=TEXT[:30], suffixes=(TEXT[30:50], TEXT[90:92], TEXT[1:2]), ids=((1, 2), (), (3,))),
     Score(prefix=(), suffixes=(TEXT[:4],), ids=((5,),)),
+    *(
+        Generate(prompt=TEXT[:66] + TEXT[at : at + 5], max_tokens=1, logprobs=2, canonical=flag)
+        for at, flag in ((100, None), (103, None), (200, None), (180, False))
+    ),
 )
 
 
@@ -156,7 +161,7 @@ def alone(engine: Engine) -> list[list[object]]:
 @given(
     parallel=st.integers(1, 5),
     arrivals=st.lists(
-        st.tuples(st.integers(0, 3), st.integers(0, len(VARIED) - 1)), min_size=4, max_size=12
+        st.tuples(st.integers(0, 3), st.integers(0, len(VARIED) - 1)), min_size=4, max_size=9
     ),
 )
 def test_whoever_shares_the_engine_no_answer_differs(
@@ -343,10 +348,13 @@ def test_ends_of_an_answer(open_desk: OpenDesk, engine: Engine) -> None:
         assert [token.ends for token in desk.of(name, Token)] == [finish == "stop"] * count
 
 
-def test_an_answer_of_one_token_for_ever_ends(open_desk: OpenDesk) -> None:
+def test_an_answer_of_one_token_for_ever_ends(
+    open_desk: OpenDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "REPEAT_LIMIT", 20)
     desk = open_desk()
     desk.run(named("a", Generate(prompt=TEXT[:9], max_tokens=400, allowed_ids=(77,))))
-    assert (desk.done("a").finish_reason, desk.done("a").generated_tokens) == ("length", 256)
+    assert (desk.done("a").finish_reason, desk.done("a").generated_tokens) == ("length", 20)
 
 
 class Spelling:
@@ -435,3 +443,80 @@ def test_what_was_done_is_counted(open_desk: OpenDesk) -> None:
     assert desk.scheduler.beat().progress - before == counters.passes
     assert desk.scheduler.status().memory_bytes > 1 << 20
     assert not desk.scheduler.is_busy
+
+
+def questions(count: int, **more: object) -> list[Generate]:
+    """One-token reads of prompts that begin alike, with 90 tokens, and end in five of their own."""
+    return [
+        msgspec.structs.replace(
+            Generate(prompt=TEXT[:90] + TEXT[at : at + 5], max_tokens=1, logprobs=2), **more
+        )
+        for at in range(100, 100 + 7 * count, 7)
+    ]
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_what_questions_have_in_common_is_read_once(open_desk: OpenDesk, parallel: int) -> None:
+    """Wherever they come in: together, or while the first one reads what they have in common."""
+    desk = open_desk(parallel=parallel)
+    desk.scheduler.submit(named("0", questions(9)[0]))
+    desk.turn_until(lambda: desk.of("0", Progress))
+    for number in range(1, 9):
+        desk.scheduler.submit(named(f"{number}", questions(9)[number]))
+    desk.run()
+    dones = [desk.done(f"{number}") for number in range(9)]
+    assert [done.read_tokens for done in dones] == [95] + [5] * 8
+    assert [done.reused_tokens for done in dones] == [0] + [90] * 8
+    counters = desk.scheduler.status().counters
+    assert (counters.read_tokens, counters.reused_tokens) == (95 + 40, 8 * 90)
+    for number, request in enumerate(questions(9)):
+        other = open_desk()
+        other.run(named("a", request))
+        assert answers(other, "a") == answers(desk, f"{number}")
+
+
+def test_of_questions_read_together_any_may_be_stopped(open_desk: OpenDesk) -> None:
+    desk = open_desk()
+    for number, request in enumerate(questions(4)):
+        desk.scheduler.submit(named(f"{number}", request))
+    desk.turn_until(lambda: desk.of("0", Progress))
+    assert desk.scheduler.status().reading == 4
+    desk.scheduler.cancel("0")
+    desk.scheduler.cancel("2")
+    desk.run()
+    finishes = [desk.done(f"{number}").finish_reason for number in range(4)]
+    assert finishes == ["cancelled", "length", "cancelled", "length"]
+    for number, request in enumerate(questions(4)):
+        desk.scheduler.submit(named(f"{number}'", request))
+    desk.scheduler.turn()
+    desk.scheduler.cancel_all()
+    desk.run()
+    assert not desk.scheduler._cancellations
+
+
+def test_questions_that_fail_together_are_all_told(
+    open_desk: OpenDesk, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OutOfMemory(OUT[0], hint=OUT[1])
+
+    desk = open_desk()
+    for number, request in enumerate(questions(3)):
+        desk.scheduler.submit(named(f"{number}", request))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "read_together", fail)
+        desk.run()
+    for number in range(3):
+        assert len(desk.of(f"{number}", Failed)) == 1
+    desk.run(named("again", questions(1)[0]))
+    assert len(desk.tokens("again")) == 1
+
+
+def test_what_is_canonical_shares_nothing_with_what_is_not(open_desk: OpenDesk) -> None:
+    desk = open_desk()
+    plain, canonical = questions(2, canonical=False), questions(2)
+    for number, request in enumerate((plain[0], canonical[1], plain[1])):
+        desk.scheduler.submit(named(f"{number}", request))
+    desk.run()
+    ends = [message.request_id for message in desk.said if isinstance(message, Done)]
+    assert ends == ["0", "2", "1"]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata_cli.server.sharing import DecodeTurns, SlotUse, choose_slot, share_rows
+from strata_cli.server.sharing import (
+    LEAST_SHARED,
+    DecodeTurns,
+    SlotUse,
+    choose_slot,
+    find_company,
+    share_rows,
+)
 
 WANTED = st.lists(st.integers(1, 50), max_size=9)
 
@@ -55,3 +62,31 @@ def test_steps_get_their_share_of_the_time_beside_prompts() -> None:
     turns.prompts_took(3.0)
     turns.forget()
     assert [*due, turns.is_due] == [False, True, True, False, False]
+
+
+PROMPTS = st.lists(
+    st.tuples(st.integers(0, 80), st.integers(0, 3), st.integers(1, 60)).map(
+        lambda shape: [7] * shape[0] + [shape[1]] * shape[2]
+    ),
+    max_size=6,
+)
+
+
+@given(prompt=st.integers(1, 100).map(lambda length: [7] * length), others=PROMPTS)
+def test_prompts_that_are_read_together_begin_alike(
+    prompt: list[int], others: list[list[int]]
+) -> None:
+    company = find_company(prompt, others, most_rows=40)
+    shared = company.shared_tokens
+    assert shared < len(prompt)
+    for number in company.others:
+        assert others[number][:shared] == prompt[:shared]
+        assert 1 <= len(others[number]) - shared <= 40
+    if company.others:
+        assert shared >= max(LEAST_SHARED, len(prompt) / 2)
+        assert len(prompt) - shared <= 40
+
+
+def test_the_same_prompt_twice_keeps_a_token_to_read() -> None:
+    assert find_company([7] * 50, [[7] * 50, [7] * 50], 8) == ((0, 1), 49)
+    assert find_company([7] * 50, [[7] * 20, [8] * 50], 8) == ((), 49)
