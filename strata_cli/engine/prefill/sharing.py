@@ -28,8 +28,14 @@ class _Marks:
             resources.callback(event.close)
 
 
-class _Layer(NamedTuple):
-    """What is known of a layer once it is routed."""
+class SharedLayer(NamedTuple):
+    """How a layer that is routed is shared.
+
+    Attributes:
+        marks: its points.
+        task: of the processor; None: it has none.
+        streamed: experts that come over the link.
+    """
 
     marks: _Marks
     task: HostTask | None
@@ -70,7 +76,7 @@ class HostShare:
         self._pauses = 0
         self._share = 0.0
         self._number = 0
-        self._learnt_from: _Layer | None = None  # whose times are not known yet
+        self._learnt_from: SharedLayer | None = None  # whose times are not known yet
         with ExitStack() as resources:
             pool = HostPool(device, store.layouts, store.blobs.layers, num_threads)
             self._pool = resources.enter_context(pool)
@@ -109,7 +115,7 @@ class HostShare:
             self._reads.copy(row_of, rows.row_of)
             self._reads.record(self._fetched)
 
-    def choose(self, layer: int, start: NDArray[np.int32], ranking: Ranking) -> _Layer:
+    def choose(self, layer: int, start: NDArray[np.int32], ranking: Ranking) -> SharedLayer:
         """The layer's experts that the processor computes. The routing event is reached.
 
         Args:
@@ -130,15 +136,15 @@ class HostShare:
                 experts = ranking.expert_at[layer, ranks].astype(np.int64)
                 task = HostTask(layer, experts, ranks, start[ranks], counts[ranks])
         num_shared = 0 if task is None else task.experts.size
-        return _Layer(self._now, task, num_streamed - num_shared)
+        return SharedLayer(self._now, task, num_streamed - num_shared)
 
-    def begin(self, chosen: _Layer, stream: ChunkStream) -> None:
+    def begin(self, chosen: SharedLayer, stream: ChunkStream) -> None:
         """Let the processor begin. Waits until it has what it needs."""
         if chosen.task is not None:
             stream.await_event(self._fetched, "what the processor is to compute")
             self._pool.start(chosen.task)
 
-    def end(self, chosen: _Layer, rows: PairRows, stream: ChunkStream) -> None:
+    def end(self, chosen: SharedLayer, rows: PairRows, stream: ChunkStream) -> None:
         """Wait for the processor and enqueue the copies of its outputs to where they belong."""
         marks, task = chosen.marks, chosen.task
         self._reads.record(marks.linked)
