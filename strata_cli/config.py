@@ -311,7 +311,9 @@ class StrataConfig:
         (), "Web pages that may also read the answers of /v1; * is all.", parse=none_or_names
     )
     parallel: int = setting(
-        1, "Requests that the engine works on at once.", parse=whole_number(1, 1024)
+        1,
+        "Requests that the engine works on at once, each with memory for a context of its own.",
+        parse=whole_number(1, 1024),
     )
     engine_silence_s: float = setting(
         300.0,
