@@ -123,8 +123,6 @@ def _disk_of_host(machine: Machine, model: ModelFacts, fit: Fit) -> Tier:
 def _cached(model: ModelFacts, fit: Fit, room_bytes: int) -> tuple[int, int]:
     """Bytes and experts of the file that so much memory can hold."""
     hot_bytes = model.file_bytes - model.table_bytes
-    if hot_bytes <= room_bytes:
-        return hot_bytes, model.num_experts
     dense_bytes = hot_bytes - fit.experts_bytes
     count = fit.share_of(max(room_bytes - dense_bytes, 0), model.num_experts)
     return min(room_bytes, hot_bytes), min(count, model.num_experts)

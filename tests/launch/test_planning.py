@@ -110,6 +110,8 @@ def test_the_gpu_with_most_free_memory_is_taken() -> None:
     gpus = (a_gpu(free_bytes=9 * GIB), a_gpu(ordinal=1), a_gpu(ordinal=2, problem="too old"))
     assert plan(a_machine(*gpus)).value("device") == "cuda:1"
     assert plan(a_machine(*gpus), device="cuda:0").value("device") == "cuda:0"
+    alike = plan(a_machine(a_gpu(), a_gpu(ordinal=1)))
+    assert alike.value("device") == "cuda:0"
 
 
 def test_a_screen_gets_more_room() -> None:
@@ -118,8 +120,11 @@ def test_a_screen_gets_more_room() -> None:
 
 
 def test_a_context_is_halved_until_it_fits() -> None:
-    made = plan(a_machine(a_gpu(free_bytes=5 * GIB)))
+    model = MadeUpModel()
+    made = plan(a_machine(a_gpu(free_bytes=5 * GIB)), model)
     assert made.value("max_context") == 8192
+    asked = list(dict.fromkeys(wish.context_tokens for wish in model.asked))
+    assert asked == [32_768, 16_384, 8192]
     model = MadeUpModel(context_tokens=4096)
     assert plan(a_machine(a_gpu()), model).value("max_context") == 4096
 

@@ -91,6 +91,11 @@ def test_an_argument_that_no_unit_can_hold_is_refused() -> None:
         exec_word("/srv/a\nExecStartPre=/bin/evil")
 
 
+def test_nothing_in_an_argument_is_expanded() -> None:
+    assert exec_word("/srv/$HOME/100%") == '"/srv/$$HOME/100%%"'
+    assert exec_word("") == '""'
+
+
 def unescaped(word: str) -> str:
     """What systemd makes of one word, by its own description."""
     if word.startswith('"'):
