@@ -21,9 +21,13 @@ from strata_cli.engine.kernels.hyper import (
     stream_write,
     stream_write_norm,
 )
-from strata_cli.engine.kernels.matmul import round_rows
+from strata_cli.engine.kernels.inject import can_mix_inject, inject_parts, stream_mix_inject
+from strata_cli.engine.kernels.matmul import matmul, round_rows
+from strata_cli.engine.kernels.weight import Weight
+from strata_cli.engine.model.quants import QuantType
 from strata_cli.errors import ShapeError
 from tests.kernels.lab import Lab, assert_close, normal
+from tests.kernels.packed import packed_rows
 
 Floats = NDArray[np.float32]
 EPS = 1e-6
@@ -202,3 +206,33 @@ def test_wrong_shapes_are_refused_by_name(lab: Lab) -> None:
         stream_mix(lab.stream, flat, flat, lab.empty((2, 7)))
     with pytest.raises(ShapeError, match="inject: expected float32"):
         stream_write(lab.stream, x, lab.empty((2, 8)), lab.empty((2, 3), np.int32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_tokens", "num_streams", "size"), [(1, 4, 2560), (9, 4, 320), (3, 2, 100), (32, 4, 33)]
+)
+def test_an_inject_beside_the_mix_has_the_bits_of_a_product(
+    gpu_lab: Lab, num_tokens: int, num_streams: int, size: int
+) -> None:
+    stream, width = gpu_lab.stream, num_streams * size
+    packed = gpu_lab.put(packed_rows(QuantType.F32, num_streams, width, 1))
+    weight = Weight(packed, QuantType.F32, num_streams, width)
+    gate, normed = (gpu_lab.put(normal(seed, num_tokens, width)) for seed in (2, 3))
+    assert can_mix_inject(stream, normed, weight)
+    parts = gpu_lab.empty((inject_parts(width), num_tokens, num_streams))
+    mixed, alone = (gpu_lab.empty((num_tokens, size)) for _ in range(2))
+    stream_mix_inject(stream, gate, normed, mixed, weight, parts)
+    stream_mix(stream, gate, normed, alone)
+    np.testing.assert_array_equal(gpu_lab.get(mixed), gpu_lab.get(alone))
+    whole = gpu_lab.empty((num_tokens, num_streams))
+    matmul(stream, normed, weight, whole)
+    x, out = normal(4, num_tokens, num_streams, size), gpu_lab.put(normal(5, num_tokens, size))
+    norm, written = gpu_lab.put(normal(6, width)), []
+    for inject in (parts, whole):
+        once, twice, after = gpu_lab.put(x), gpu_lab.put(x), gpu_lab.empty((num_tokens, width))
+        stream_write(stream, once, out, inject)
+        stream_write_norm(stream, twice, out, inject, norm, EPS, after)
+        written.append([gpu_lab.get(each) for each in (once, twice, after)])
+    for own, expected in zip(*written, strict=True):
+        np.testing.assert_array_equal(own, expected)

@@ -40,6 +40,7 @@ from strata_cli.engine.kernels import attention as attention_kernels
 from strata_cli.engine.kernels import gdn as gdn_kernels
 from strata_cli.engine.kernels import hyper, indexer, moe, ngram, rope
 from strata_cli.engine.kernels.embed import embed_streams
+from strata_cli.engine.kernels.inject import can_mix_inject, inject_parts, stream_mix_inject
 from strata_cli.engine.kernels.mailbox import post_pairs, take_rows
 from strata_cli.engine.kernels.matmul import FEW_TOKENS, grouped_matmul, matmul, round_rows
 from strata_cli.engine.kernels.matmul_gated import (
@@ -109,7 +110,7 @@ class Batch:
 
 
 class LayerInput(NamedTuple):
-    """What a mixer or the experts read, float32 [T, D] and perhaps as f16; inject [T, S]."""
+    """What a mixer or the experts read, float32 [T, D], perhaps also f16; inject for the write."""
 
     values: Tensor
     rounded: Tensor | None
@@ -210,7 +211,8 @@ class Forward:
         if not is_normed:
             hyper.stream_norm(stream, x, weights.norm, self.spec.rms_eps, normed, rounded)
         products = [Product(weights.down, low)]
-        if weights.inject is not None:
+        is_beside = weights.inject is not None and can_mix_inject(stream, normed, weights.inject)
+        if weights.inject is not None and not is_beside:
             products.append(Product(weights.inject, inject))
         matmul_several(stream, normed, products, rounded)
         if can_gate(stream, x.shape[0]):
@@ -219,7 +221,13 @@ class Forward:
             hyper.lowrank_silu(stream, low, self.spec.num_streams)
             matmul(stream, low, weights.up, gate, self._rounded(low))
         rounded = self._room_for_rounded(y)
-        hyper.stream_mix(stream, gate, normed, y, rounded)
+        if is_beside:
+            assert weights.inject is not None
+            shape = (inject_parts(normed.shape[1]), num, weights.inject.rows)
+            inject = self.workspace.take_shaped("inject_parts", *shape)
+            stream_mix_inject(stream, gate, normed, y, weights.inject, inject)
+        else:
+            hyper.stream_mix(stream, gate, normed, y, rounded)
         return LayerInput(y, rounded, inject)
 
     def _norm_ahead(self, index: int) -> Tensor | None:

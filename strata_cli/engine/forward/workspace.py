@@ -16,6 +16,8 @@ from numpy.typing import DTypeLike
 
 from strata_cli.engine.device.base import Buffer, Device, Tensor
 from strata_cli.engine.kernels.attention_plan import attend_scratch_floats
+from strata_cli.engine.kernels.inject import inject_parts
+from strata_cli.engine.kernels.matmul import FEW_TOKENS
 from strata_cli.engine.kernels.splitting import EXTRA_PLACES
 from strata_cli.engine.model.spec import ModelSpec
 
@@ -131,6 +133,7 @@ def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scra
         Scratch("stream_gate", t, (wide,)),
         Scratch("y", t, (hidden,)),
         Scratch("inject", t, (streams,)),
+        Scratch("inject_parts", min(t, FEW_TOKENS), (inject_parts(wide), streams)),
         Scratch("out", t, (hidden,)),
         Scratch("qkv", t, (channels,)),
         Scratch("conv", t, (channels,)),

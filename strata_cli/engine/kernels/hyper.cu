@@ -3,24 +3,10 @@
 //   Every element is read and written about once: device memory bandwidth is the limit of all.
 #include "lanes.cuh"
 #include "math32.cuh"
+#include "mix.cuh"
 #include "overlap.cuh"
 #include "pairs.cuh"
 #include "special.cuh"
-
-// Four values, or one, to a row and, where there is one, to its copy as f16 for the products.
-__device__ inline void put4(float *out, unsigned *rounded, long long d, float4 v) {
-    store4(out + d, v);
-    if (rounded != nullptr)
-        *reinterpret_cast<uint2 *>(rounded + d / 2) =
-            make_uint2(pair_of(v.x, v.y), pair_of(v.z, v.w));
-}
-
-__device__ inline void put1(float *out, unsigned *rounded, long long d, float v) {
-    out[d] = v;
-    if (rounded != nullptr)
-        reinterpret_cast<unsigned short *>(rounded)[d] =
-            static_cast<unsigned short>(pair_of(v, 0.0f));
-}
 
 // The row of f16 that starts at element first, if any is wanted. An odd start: rounded is no
 // multiple of a word, so that only put1 may write there.
@@ -152,49 +138,45 @@ extern "C" __global__ void stream_mix(const float *gate, const float *normed, fl
     unsigned *half = rounded_row(rounded, rounds, blockIdx.x * size);
     const long long first = 4 * (blockIdx.y * static_cast<long long>(blockDim.x) + threadIdx.x);
     if (first >= size) return;
-    const float share = 1.0f / static_cast<float>(num_streams);
-    if (is_wide(size, gate, normed, out) && is_wide(size, rounded)) {
-        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-        for (long long s = 0; s < num_streams; s++) {
-            const float4 g = load4(gate + s * size + first), n = load4(normed + s * size + first);
-            total.x = fmaf(sigmoid_fast(g.x), n.x, total.x);
-            total.y = fmaf(sigmoid_fast(g.y), n.y, total.y);
-            total.z = fmaf(sigmoid_fast(g.z), n.z, total.z);
-            total.w = fmaf(sigmoid_fast(g.w), n.w, total.w);
-        }
-        put4(out, half, first,
-             make_float4(total.x * share, total.y * share, total.z * share, total.w * share));
-    } else {
-        for (long long d = first; d < min(first + 4, size); d++) {
-            float total = 0.0f;
-            for (long long s = 0; s < num_streams; s++)
-                total = fmaf(sigmoid_fast(gate[s * size + d]), normed[s * size + d], total);
-            put1(out, half, d, total * share);
-        }
-    }
+    mix_columns(gate, normed, out, half, first, num_streams, size, is_wide(size, rounded));
 }
 
-__device__ inline float write_weight(float inject, long long num_streams) {
-    return 2.0f * sigmoid_fast(inject / static_cast<float>(num_streams));
-}
+// Where the inject of the streams comes from: of each token and stream, the sum of parts
+// [parts,T,S] in order, divided by a power of two; one part that is divided by one is the inject
+// itself.
+struct Inject {
+    const float *values;
+    long long parts, divisor, num_streams, num_tokens;
+
+    __device__ float of(long long token, long long s) const {
+        float total = 0.0f;
+#pragma unroll 8
+        for (long long part = 0; part < parts; part++)
+            total += values[(part * num_tokens + token) * num_streams + s];
+        return total / static_cast<float>(divisor);
+    }
+    __device__ float weight(long long token, long long s) const {
+        return 2.0f * sigmoid_fast(of(token, s) / static_cast<float>(num_streams));
+    }
+};
 
 // stream_write: x[s] += 2 sigmoid(inject[s] / S) * out, in place
-//   x [T,S,D] f32, out [T,D] f32, inject [T,S] f32
+//   x [T,S,D] f32, out [T,D] f32, inject as Inject
 //   grid (T, D / (4 * block)), each thread 4 columns; moves (8 * S + 4) * T*D bytes
-extern "C" __global__ void stream_write(float *x, const float *out, const float *inject,
-                                        long long num_streams, long long size) {
+extern "C" __global__ void stream_write(float *x, const float *out, const float *injects,
+                                        long long num_streams, long long size, long long parts,
+                                        long long divisor) {
     start_early();
+    const Inject inject = {injects, parts, divisor, num_streams, gridDim.x};
     x += blockIdx.x * num_streams * size;
     out += blockIdx.x * size;
-    inject += blockIdx.x * num_streams;
     const long long first = 4 * (blockIdx.y * static_cast<long long>(blockDim.x) + threadIdx.x);
     if (first >= size) return;
     if (is_wide(size, x, out)) {
         const float4 o = load4(out + first);
 #pragma unroll 4
         for (long long s = 0; s < num_streams; s++) {
-            const float weight = write_weight(inject[s], num_streams);
+            const float weight = inject.weight(blockIdx.x, s);
             float4 v = load4(x + s * size + first);
             v.x = fmaf(weight, o.x, v.x);
             v.y = fmaf(weight, o.y, v.y);
@@ -204,7 +186,7 @@ extern "C" __global__ void stream_write(float *x, const float *out, const float 
         }
     } else {
         for (long long s = 0; s < num_streams; s++) {
-            const float weight = write_weight(inject[s], num_streams);
+            const float weight = inject.weight(blockIdx.x, s);
             for (long long d = first; d < min(first + 4, size); d++)
                 x[s * size + d] = fmaf(weight, out[d], x[s * size + d]);
         }
@@ -212,30 +194,32 @@ extern "C" __global__ void stream_write(float *x, const float *out, const float 
 }
 
 // stream_write_norm: stream_write, then stream_norm of what was written, in one pass over x
-//   x [T,S,D] f32 in place, out [T,D], inject [T,S], weight [S,D] f32 -> normed [T,S,D] f32 and,
-//   if wanted, rounded [T,S,D] f16
-//   grid (T*S), block NORM_THREADS, shared D floats; moves (12 * S (14 * S) + 4) * T*D bytes
-extern "C" __global__ void stream_write_norm(float *x, const float *out, const float *inject,
+//   x [T,S,D] f32 in place, out [T,D], weight [S,D] f32, inject as Inject -> normed [T,S,D] f32
+//   and, if wanted, rounded [T,S,D] f16 grid (T*S), block NORM_THREADS, shared D floats; moves (12
+//   * S (14 * S) + 4) * T*D bytes
+extern "C" __global__ void stream_write_norm(float *x, const float *out, const float *injects,
                                              const float *weight, float eps, float *normed,
                                              unsigned short *rounded, long long num_streams,
-                                             long long size, long long rounds) {
+                                             long long size, long long rounds, long long parts,
+                                             long long divisor) {
     start_early();
+    const Inject inject = {injects, parts, divisor, num_streams, gridDim.x / num_streams};
+    const long long token = blockIdx.x / num_streams, s = blockIdx.x % num_streams;
     extern __shared__ __align__(16) float row[];
     x += blockIdx.x * size;
     normed += blockIdx.x * size;
-    out += blockIdx.x / num_streams * size;
-    weight += blockIdx.x % num_streams * size;
+    out += token * size;
+    weight += s * size;
     const bool wide = is_wide(size, x, out, weight, normed) && is_wide(size, rounded);
     unsigned *half = rounded_row(rounded, rounds, blockIdx.x * size);
     if (fits_quads(size, wide)) {
         Quads quads;
         float4 added[MOST_QUADS];
-        const float share = inject[blockIdx.x];
+        const float factor = inject.weight(token, s);
         quads.load(x, weight, size);
 #pragma unroll
         for (int i = 0; i < MOST_QUADS; i++)
             if (quad(i) < size) added[i] = load4(out + quad(i));
-        const float factor = write_weight(share, num_streams);
 #pragma unroll
         for (int i = 0; i < MOST_QUADS; i++) {
             if (quad(i) >= size) continue;
@@ -249,7 +233,7 @@ extern "C" __global__ void stream_write_norm(float *x, const float *out, const f
         quads.norm(eps, normed, half, size);
         return;
     }
-    const float factor = write_weight(inject[blockIdx.x], num_streams);
+    const float factor = inject.weight(token, s);
     for (long long d = threadIdx.x; d < size; d += blockDim.x)
         x[d] = row[d] = fmaf(factor, out[d], x[d]);
     __syncthreads();

@@ -8,6 +8,8 @@ GPU also writes it as round_rows would; the host, whose products need no such co
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,6 +35,7 @@ Halves = NDArray[np.uint16]
 F32 = np.float32
 THREADS = 128  # per block on a GPU
 COLUMNS = 4 * THREADS  # of a row, that such a block treats
+PARTS_GAIN = 64  # of the parts of an inject: the gain of float32 weights in products
 
 
 def stream_norm(
@@ -82,7 +85,7 @@ def stream_write_norm(
         stream: enqueues here.
         x: residual streams, float32 [T, S, D], in place.
         out: the layer's output, float32 [T, D].
-        inject: float32 [T, S], before the sigmoid.
+        inject: as of stream_write.
         weight: norm weight, float32 [S * D].
         eps: added to the mean square.
         normed: float32 [T, S * D], overwritten.
@@ -95,11 +98,12 @@ def stream_write_norm(
     num_tokens, num_streams, size = x.shape
     expect("stream_write_norm x", x, x.shape)
     expect("stream_write_norm out", out, (num_tokens, size))
-    expect("stream_write_norm inject", inject, (num_tokens, num_streams))
+    parts = _expect_inject("stream_write_norm inject", inject, num_tokens, num_streams)
     expect("stream_write_norm weight", weight, (num_streams * size,))
     expect("stream_write_norm normed", normed, (num_tokens, num_streams * size))
     halves = halves_of("stream_write_norm", rounded, normed)
     launch = _by_rows(x.shape, rounded)
+    launch = replace(launch, extents=(*launch.extents, *parts))
     stream.launch(STREAM_WRITE_NORM, launch, x, out, inject, weight, eps, normed, halves)
 
 
@@ -164,7 +168,8 @@ def stream_write(stream: Stream, x: Tensor, out: Tensor, inject: Tensor) -> None
         stream: enqueues here.
         x: residual streams, float32 [T, S, D], in place.
         out: the layer's output, float32 [T, D].
-        inject: float32 [T, S], before the sigmoid.
+        inject: float32 [T, S], before the sigmoid; or its parts [P, T, S], on a GPU, as
+            stream_mix_inject leaves them.
 
     Raises:
         ShapeError: an argument has another shape or type.
@@ -173,9 +178,16 @@ def stream_write(stream: Stream, x: Tensor, out: Tensor, inject: Tensor) -> None
     num_tokens, num_streams, size = x.shape
     expect("stream_write x", x, x.shape)
     expect("stream_write out", out, (num_tokens, size))
-    expect("stream_write inject", inject, (num_tokens, num_streams))
-    launch = _by_columns(x.shape)
+    parts = _expect_inject("stream_write inject", inject, num_tokens, num_streams)
+    launch = _by_columns(x.shape, *parts)
     stream.launch(STREAM_WRITE, launch, x, out, inject)
+
+
+def _expect_inject(name: str, inject: Tensor, num_tokens: int, num_streams: int) -> tuple[int, int]:
+    """Check an inject; returns how many parts it has, and what their sum is divided by."""
+    parts = inject.shape[:-2]
+    expect(name, inject, (*parts, num_tokens, num_streams))
+    return (parts[0], PARTS_GAIN) if parts else (1, 1)
 
 
 def _by_rows(shape: tuple[int, ...], rounded: Tensor | None) -> Launch:
@@ -192,7 +204,7 @@ def _by_rows(shape: tuple[int, ...], rounded: Tensor | None) -> Launch:
     )
 
 
-def _by_columns(shape: tuple[int, ...], *flags: bool) -> Launch:
+def _by_columns(shape: tuple[int, ...], *more: int) -> Launch:
     """A launch over tokens, on a GPU also over columns, of [T, S, D]."""
     num_tokens, num_streams, size = shape
     return Launch(
@@ -200,7 +212,7 @@ def _by_columns(shape: tuple[int, ...], *flags: bool) -> Launch:
         grain=grain(num_streams * size),
         grid=(num_tokens, blocks(size, COLUMNS), 1),
         block=(THREADS, 1, 1),
-        extents=(num_streams, size, *flags),
+        extents=(num_streams, size, *more),
         early=True,
     )
 
