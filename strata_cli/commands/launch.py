@@ -191,11 +191,11 @@ def _check_secrets(
 def _probe(asked: Asked) -> Machine:
     host, port = asked.config.host, asked.config.port
     file = asked.model or DEMO_MODEL_PATH
-    with_gpus = asked.wishes.given.get("device") != "host"
+    device = asked.wishes.given.get("device", "auto")
     try:
-        return probe_machine(file, host, port, with_gpus=with_gpus)
+        return probe_machine(file, host, port, device=device)
     except OSError:  # what is wrong with the model's file is said where it is opened
-        return probe_machine(Path(), host, port, with_gpus=with_gpus)
+        return probe_machine(Path(), host, port, device=device)
 
 
 def _check_bind(config: StrataConfig) -> None:

@@ -36,11 +36,11 @@ class Stage:
 
     def __init__(self) -> None:
         self.machine: Machine = a_machine()
-        self.probed: list[tuple[Path, str, int, bool]] = []
+        self.probed: list[tuple[Path, str, int, str]] = []
         self.became: list[Sequence[str]] = []
 
-    def probe(self, model: Path, host: str, port: int, *, with_gpus: bool) -> Machine:
-        self.probed.append((model, host, port, with_gpus))
+    def probe(self, model: Path, host: str, port: int, *, device: str) -> Machine:
+        self.probed.append((model, host, port, device))
         return self.machine
 
 
@@ -209,8 +209,8 @@ def test_other_machines_need_a_key(
 
 def test_no_gpu_is_looked_for_where_none_is_wanted(stage: Stage) -> None:
     assert run(GROUP, ["launch", "--dry-run", "--device", "host", "--port", "9001"]) == 0
-    ((_, host, port, with_gpus),) = stage.probed
-    assert (host, port, with_gpus) == ("127.0.0.1", 9001, False)
+    ((_, host, port, device),) = stage.probed
+    assert (host, port, device) == ("127.0.0.1", 9001, "host")
 
 
 @pytest.mark.parametrize(

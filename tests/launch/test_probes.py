@@ -9,22 +9,47 @@ from pathlib import Path
 
 import pytest
 
-from strata_cli.launch import disk_probe
+from strata_cli.engine.device.gpu_survey import GpuFacts, GpuSurvey
+from strata_cli.errors import DeviceError
+from strata_cli.launch import disk_probe, probing
 from strata_cli.launch.disk_probe import probe_disk, read_rate
 from strata_cli.launch.host_probes import probe_memlock, probe_processor, probe_software
 from strata_cli.launch.machine import NO_LIMIT, Memlock
 from strata_cli.launch.port_probe import probe_port
 from strata_cli.launch.probing import probe_machine
 from strata_cli.models import DEMO_MODEL_PATH
+from tests.launch.made_up import a_gpu
 
 
 def test_this_machine_can_be_looked_at() -> None:
-    machine = probe_machine(DEMO_MODEL_PATH, "127.0.0.1", 0, with_gpus=False)
+    machine = probe_machine(DEMO_MODEL_PATH, "127.0.0.1", 0, device="host")
     assert 1 <= machine.processor.num_usable <= machine.processor.num_cores
     assert 0 < machine.memory.free_bytes <= machine.memory.total_bytes
     assert machine.disk.free_bytes > 0
     assert machine.port.problem == ""
     assert machine.gpus.gpus == ()
+
+
+def test_the_link_of_the_gpu_that_would_be_used_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = (a_gpu(free_bytes=5, link=None), a_gpu(ordinal=1, link=None), a_gpu(problem="old"))
+    measured: list[int] = []
+
+    def measure(gpu: GpuFacts) -> GpuFacts:
+        measured.append(gpu.ordinal)
+        if gpu.ordinal == 0:
+            raise DeviceError("full")
+        return a_gpu(ordinal=1)
+
+    monkeypatch.setattr(probing, "survey_gpus", lambda: GpuSurvey(gpus=gpus))
+    monkeypatch.setattr(probing, "measure_link", measure)
+    found = probe_machine(DEMO_MODEL_PATH, "127.0.0.1", 0).gpus.gpus
+    assert [gpu.link is None for gpu in found] == [True, False, False]
+    found = probe_machine(DEMO_MODEL_PATH, "127.0.0.1", 0, device="cuda:0").gpus.gpus
+    assert found == gpus
+    assert measured == [1, 0]
+    assert probe_machine(DEMO_MODEL_PATH, "127.0.0.1", 0, device="cuda:7").gpus.gpus == gpus
 
 
 def test_a_processor_is_read_from_the_kernels_list(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import stat
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,14 @@ def test_a_broken_file_is_an_error_not_a_loss(path: Path, text: str) -> None:
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot write .*No such file"):
         write_settings(tmp_path / "no" / "strata.toml", "")
+
+
+def test_every_setting_there_is_can_be_written(path: Path) -> None:
+    defaults = StrataConfig()
+    names = [spec.name for spec in fields(StrataConfig)]
+    write(path, *(Choice(name, getattr(defaults, name), "as it is") for name in names))
+    assert StrataConfig.load({"config": path}, {}) == defaults
+    assert own_keys(path) == set()
 
 
 PATHS = st.text("aä\"'\\# \u2028\x7f", min_size=1).map(lambda text: Path(f"/{text}"))
