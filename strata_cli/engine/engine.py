@@ -693,10 +693,14 @@ class Sequence:
         """Whether restore() would take this snapshot of the sequence."""
         return self._state.can_restore(snapshot)
 
-    def park(self) -> ParkedRows:
-        """Copy all K/V to host memory, for restore_parked(); also when interrupted halfway."""
+    def park(self, num_tokens: int | None = None) -> ParkedRows:
+        """Copy K/V to host memory, for restore_parked(); also when interrupted halfway.
+
+        Args:
+            num_tokens: of so many of the first cached_ids; None: of all.
+        """
         self._require_open()
-        return park(self._state)
+        return park(self._state, num_tokens)
 
     def restore_parked(self, rows: ParkedRows, snapshot: Snapshot) -> None:
         """Become what was parked, as it was at a snapshot of it; like restore() otherwise."""

@@ -70,6 +70,11 @@ class PromptReading:
         """Tokens that are not read yet."""
         return len(self._ids) - self._position
 
+    @property
+    def position(self) -> int:
+        """Tokens of the prompt that are read, or were known."""
+        return self._position
+
     def cut(self, position: int) -> bool:
         """Leave a checkpoint at a position too, if it is still ahead; whether there will be one."""
         if not self._cache.rules.prompt_cache:

@@ -138,11 +138,10 @@ class Session:
 
     def known_tokens(self, ids: list[int], *, wants_logits: bool = True) -> int:
         """How many of a prompt's first tokens begin() would not leave to read. Changes nothing."""
-        want, sequence = self._want(ids, logits=wants_logits), self.sequence
-        kept = self.cache.find(want, sequence.exact_rows)
-        parked = self.conversations.find(want)
+        want = self._want(ids, logits=wants_logits)
+        kept, parked = self._kept(want), self.conversations.find(want)
         known = [self._live_position(want)]
-        if kept is not None and sequence.can_restore(kept.snapshot):
+        if kept is not None:
             known.append(kept.position)
         if parked is not None:
             known.append(parked.checkpoint.position)
@@ -195,6 +194,37 @@ class Session:
         with self._manner():
             reading = self.begin(ids, reuse=reuse, wants_logits=False)
             self._read_all(reading, None, cancellation)
+
+    def kept_tokens(self, ids: list[int], *, wants_logits: bool = True) -> int:
+        """How many of a prompt's first tokens another session could adopt. Changes nothing."""
+        kept = self._kept(self._want(ids, logits=wants_logits))
+        return 0 if kept is None else kept.position
+
+    def adopt(self, other: Session, ids: list[int], *, wants_logits: bool = True) -> None:
+        """Know what another session of the engine knows of a prompt, if it has a checkpoint of it.
+
+        Copies state and K/V, by way of the host. The other session may be in use: its sequence may
+        have gone on from there, and goes on.
+
+        Args:
+            other: not this one.
+            ids: the prompt.
+            wants_logits: see begin().
+        """
+        kept = other._kept(other._want(ids, logits=wants_logits))
+        if kept is None:
+            return
+        rows = other.sequence.park(kept.position)
+        self._park_live(ids)
+        self.sequence.restore_parked(rows, kept.snapshot)
+        self.cache.keep_prefixes(rows.ids)
+        self.cache.add(kept)
+
+    def _kept(self, want: Want) -> Checkpoint | None:
+        """The longest checkpoint of a prompt, as far as its K/V is still there."""
+        kept = self.cache.find(want, self.sequence.exact_rows)
+        is_there = kept is not None and self.sequence.can_restore(kept.snapshot)
+        return kept if is_there else None
 
     def close(self) -> None:
         """Gives the sequence's memory back. Safe to call twice."""

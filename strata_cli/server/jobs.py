@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,13 @@ class Stopwatch:
         return Timings(wait_ms=wait, prompt_ms=prompt, generate_ms=generate)
 
 
+class Awaited(NamedTuple):
+    """What a request waits for: that a job has read so much of its prompt."""
+
+    job: SlotJob
+    position: int
+
+
 class Job:
     """What requests have in common: a prompt, or a prefix, that is read into a session.
 
@@ -70,6 +77,7 @@ class Job:
         name, cancellation, canonical: as given.
         session: that it has now; None while it waits.
         reading: of the prompt; None before it is begun.
+        awaited: what it waits for, besides a slot.
         reuse: what is known of the prompt is not read again.
         reused_tokens: of the prompt, known from other requests.
         read_tokens: that were read for it.
@@ -86,6 +94,7 @@ class Job:
         self.canonical = canonical
         self.session: Session | None = None
         self.reading: PromptReading | None = None
+        self.awaited: Awaited | None = None
         self.reuse = True
         self.reused_tokens = 0
         self.read_tokens = 0

@@ -1,8 +1,9 @@
 """Which requests the engine works for next: prompts and answers in turn, all that can together.
 
 A pass takes a piece of every prompt that is being read, and one step of every answer. Requests for
-one token whose prompts begin alike share a slot: what they have in common is read once. Every row
-of a pass has the bits that it would have alone, so who shares what with whom changes no answer.
+one token whose prompts begin alike share a slot: what they have in common is read once. Others
+whose prompts begin alike wait until one has read that, and copy it. Every row of a pass has the
+bits that it would have alone, so who shares what with whom changes no answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Self
+from typing import Self, TypeGuard
 
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.conversations import ConversationCache
@@ -25,6 +26,7 @@ from strata_cli.server.constraint import MakeConstraint
 from strata_cli.server.engine_errors import kind_of, out_of_host_memory
 from strata_cli.server.jobs import (
     AnyJob,
+    Awaited,
     Floats,
     GenerateJob,
     ScoreJob,
@@ -34,6 +36,7 @@ from strata_cli.server.jobs import (
 )
 from strata_cli.server.protocol import Beat, Failed, Generate, Score, Status
 from strata_cli.server.sharing import (
+    LEAST_ADOPTED,
     DecodeTurns,
     SlotUse,
     choose_slot,
@@ -152,7 +155,7 @@ class Scheduler:
         with self._answering(job):
             job.check(self._engine)
             self._waiting.append(job)
-            self._expects_more(job, known_tokens=0)
+            self._awaits(job, known_tokens=0)
 
     def turn(self) -> None:
         """One pass of the engine, at most.
@@ -205,61 +208,77 @@ class Scheduler:
             idle = [slot for slot in self._slots if slot.job is None]
             if not idle:
                 return
-            if job not in self._waiting:  # it keeps another one company
+            if job not in self._waiting or self._is_awaited(job):  # or it keeps one company
                 continue
             with self._manner([job]):
-                known = max(slot.session.known_tokens(job.ids) for slot in idle)
-            if not self._expects_more(job, known):
+                uses = [self._use(slot, job) for slot in idle]
+            if not self._awaits(job, len(job.ids) - min(use.read_tokens for use in uses)):
                 self._waiting.remove(job)
-                self._begin(job, idle)
+                best = choose_slot(uses)
+                self._begin(job, idle[best], uses[best])
 
-    def _expects_more(self, job: AnyJob, known_tokens: int) -> bool:
-        """Whether a slot at work will soon know much more of a lone read's prompt.
+    def _is_awaited(self, job: AnyJob) -> bool:
+        """Whether what a job waits for is still being read."""
+        wait = job.awaited
+        if wait is None or all(slot.job is not wait.job for slot in self._slots):
+            return False
+        reading = wait.job.reading
+        assert reading is not None
+        return not reading.is_over and (_is_lone(job) or reading.position < wait.position)
+
+    def _awaits(self, job: AnyJob, known_tokens: int) -> bool:
+        """Whether a slot at work will soon know much more of a job's prompt, which waits for it.
 
         That slot leaves a checkpoint where the prompts part.
         """
-        if not isinstance(job, GenerateJob) or not job.is_lone_read:
-            return False
         for slot in self._slots:
-            reading = None if slot.job is None else slot.job.reading
-            if slot.job is None or reading is None or reading.is_over:
+            other = slot.job
+            if not job.reuse or other is None or other.reading is None or not other.is_reading:
                 continue
-            if job.canonical and not slot.job.canonical:  # which may leave what is not exact
+            if job.canonical and not other.canonical:  # which may leave what is not exact
                 continue
-            common = min(common_tokens(slot.job.ids, job.ids), len(job.ids) - 1)
-            if is_worth_sharing(common - known_tokens, job.ids) and reading.cut(common):
-                return True
+            is_same = other.ids == job.ids and other.wants_logits
+            common = common_tokens(other.ids, job.ids)
+            common = common if is_same else min(common, len(job.ids) - 1)
+            is_worth = is_worth_sharing(common - known_tokens, job.ids)
+            if is_worth and other.reading.cut(common):
+                job.awaited = Awaited(other, common)
+                if self._is_awaited(job):
+                    return True
         return False
 
-    def _begin(self, job: AnyJob, idle: Sequence[Slot]) -> None:
+    def _begin(self, job: AnyJob, slot: Slot, use: SlotUse) -> None:
         with self._manner([job]):
-            uses = [self._use(slot, job) for slot in idle]
-            best = choose_slot(uses)
-            slot, chosen = idle[best], self._with_company(job) if uses[best].read_tokens else job
+            chosen = self._with_company(job) if use.read_tokens else job
             slot.job = chosen
             self._begun += 1
             slot.used_at = self._begun
             with self._answering(chosen):
+                if use.adopts_from is not None:
+                    donor = self._slots[use.adopts_from].session
+                    slot.session.adopt(donor, job.ids, wants_logits=job.wants_logits)
                 chosen.begin(slot.session)
                 self._go_on(chosen)
 
     def _use(self, slot: Slot, job: AnyJob) -> SlotUse:
-        session, ids = slot.session, job.ids
-        known = session.known_tokens(ids, wants_logits=job.wants_logits) if job.reuse else 0
+        session, ids, wants = slot.session, job.ids, job.wants_logits
+        known, adopts_from = 0, None
+        if job.reuse:
+            known = session.known_tokens(ids, wants_logits=wants)
+            for number, other in enumerate(self._slots):
+                kept = 0 if other is slot else other.session.kept_tokens(ids, wants_logits=wants)
+                if kept >= known + LEAST_ADOPTED:
+                    known, adopts_from = kept, number
         live = session.sequence.cached_ids
         lost = len(live) - common_tokens(live, ids)
-        return SlotUse(len(ids) - known, lost, self._begun - slot.used_at)
+        return SlotUse(len(ids) - known, lost, self._begun - slot.used_at, adopts_from)
 
     def _with_company(self, job: AnyJob) -> SlotJob:
         """A lone read and those that wait and begin alike; others stay alone."""
-        if not isinstance(job, GenerateJob) or not job.is_lone_read:
+        if not _is_lone(job):
             return job
         others = [
-            other
-            for other in self._waiting
-            if isinstance(other, GenerateJob)
-            and other.is_lone_read
-            and other.canonical == job.canonical
+            other for other in self._waiting if _is_lone(other) and other.canonical == job.canonical
         ]
         most_rows = self._engine.chunk_tokens
         company = find_company(job.ids, [other.ids for other in others], most_rows)
@@ -408,6 +427,10 @@ class Scheduler:
                 slot.job = None
         if not isinstance(job, SharedReads):
             self._cancellations.pop(job.name, None)
+
+
+def _is_lone(job: AnyJob) -> TypeGuard[GenerateJob]:
+    return isinstance(job, GenerateJob) and job.is_lone_read
 
 
 def _members(job: SlotJob) -> list[AnyJob]:

@@ -32,6 +32,9 @@ def share_rows(wanted: Sequence[int], most: int) -> list[int]:
     return shares
 
 
+LEAST_ADOPTED = 64
+"""Tokens that are copied from another slot rather than read again."""
+
 LEAST_SHARED = 32
 """Tokens that prompts must have in common to be read together."""
 
@@ -43,11 +46,14 @@ class SlotUse(NamedTuple):
         read_tokens: of the prompt, that it would have to read there.
         lost_tokens: of what the slot holds, that it would take away.
         idle_turns: how many requests have begun since the slot was used.
+        adopts_from: the number of another slot that knows more of the prompt, which is copied;
+            None: nothing is.
     """
 
     read_tokens: int
     lost_tokens: int
     idle_turns: int
+    adopts_from: int | None = None
 
 
 def choose_slot(uses: Sequence[SlotUse]) -> int:

@@ -288,3 +288,20 @@ def test_sessions_share_what_made_room(engine: Engine, truth: Truth) -> None:
         check(one, truth, OTHER[:40])
         assert two.known_tokens(TEXT[:45]) == 40
         assert check(two, truth, TEXT[:45]) == 40
+
+
+def test_a_session_adopts_what_another_knows(engine: Engine, truth: Truth) -> None:
+    """While that one goes on; a checkpoint that was overwritten is not there any more."""
+    with Session(engine, SMALL) as one, Session(engine, SMALL) as two:
+        check(one, truth, TEXT[:40])
+        one.sequence.step(TEXT[40])
+        check(two, truth, OTHER[:12])
+        for prompt, known in ((TEXT[:40], 40), (TEXT[:36] + OTHER[:5], 32), (OTHER[:9], 0)):
+            assert one.kept_tokens(prompt) == known
+            two.adopt(one, prompt)
+            assert two.known_tokens(prompt) == known
+            assert check(two, truth, prompt) == known
+        logits = one.sequence.step(TEXT[41])
+        assert np.array_equal(bits(logits), bits(truth(TEXT[:42]).logits))
+        check(one, truth, TEXT[:20] + OTHER[:9])
+        assert one.kept_tokens(TEXT[:40]) == 16

@@ -475,6 +475,53 @@ def test_what_questions_have_in_common_is_read_once(open_desk: OpenDesk, paralle
         assert answers(other, "a") == answers(desk, f"{number}")
 
 
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_chats_that_begin_alike_copy_what_one_has_read(
+    open_desk: OpenDesk, is_answered: bool
+) -> None:
+    """From a slot whose answer goes on, or while it still reads what they have in common."""
+    chats = [
+        Generate(prompt=TEXT[:100] + TEXT[at : at + 20], max_tokens=6, sampling=Sampler(seed=at))
+        for at in (100, 200, 300)
+    ]
+    desk = open_desk(parallel=3)
+    desk.scheduler.submit(named("0", chats[0]))
+    kind = Token if is_answered else Progress
+    desk.turn_until(lambda: any(isinstance(message, kind) for message in desk.said))
+    for number in (1, 2):
+        desk.scheduler.submit(named(f"{number}", chats[number]))
+    desk.run()
+    known = 96 if is_answered else 100  # on the grid, or where they part
+    assert [desk.done(f"{number}").reused_tokens for number in range(3)] == [0, known, known]
+    for number, request in enumerate(chats):
+        other = open_desk()
+        other.run(named("a", request))
+        assert answers(other, "a") == answers(desk, f"{number}")
+
+
+def test_choices_of_one_prompt_read_it_once(open_desk: OpenDesk) -> None:
+    desk = open_desk(parallel=4)
+    choice = Generate(prompt=TEXT[:77], max_tokens=6, sampling=Sampler(temperature=1.0))
+    for seed in range(4):
+        sampling = Sampler(temperature=1.0, seed=seed)
+        desk.scheduler.submit(named(f"{seed}", msgspec.structs.replace(choice, sampling=sampling)))
+    desk.run()
+    assert [desk.done(f"{seed}").read_tokens for seed in range(4)] == [77, 0, 0, 0]
+    assert len({tuple(desk.tokens(f"{seed}")) for seed in range(4)}) == 4
+
+
+def test_who_waits_for_a_prompt_that_is_given_up_reads_it(open_desk: OpenDesk) -> None:
+    desk = open_desk(parallel=2)
+    chat = Generate(prompt=TEXT[:120], max_tokens=2)
+    for name in "ab":
+        desk.scheduler.submit(named(name, chat))
+    desk.turn_until(lambda: desk.of("a", Progress))
+    assert desk.scheduler.status().waiting == 1
+    desk.scheduler.cancel("a")
+    desk.run()
+    assert len(desk.tokens("b")) == 2
+
+
 def test_of_questions_read_together_any_may_be_stopped(open_desk: OpenDesk) -> None:
     desk = open_desk()
     for number, request in enumerate(questions(4)):

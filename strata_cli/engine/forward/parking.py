@@ -33,12 +33,16 @@ class ParkedRows:
         return sum(part.nbytes for part in self.parts)
 
 
-def park(state: SequenceState) -> ParkedRows:
-    """Copy every valid row to host memory; also of a sequence interrupted halfway. Waits."""
-    parts = (
-        download(state.device, state.stream, rows) for rows in _rows(state, len(state.cached_ids))
-    )
-    return ParkedRows(tuple(state.cached_ids), tuple(parts), state.exact_rows)
+def park(state: SequenceState, num_tokens: int | None = None) -> ParkedRows:
+    """Copy valid rows to host memory; also of a sequence interrupted halfway. Waits.
+
+    Args:
+        state: of the sequence.
+        num_tokens: so many of its first rows, at most those that are valid; None: all of them.
+    """
+    ids = tuple(state.cached_ids[:num_tokens])
+    parts = (download(state.device, state.stream, rows) for rows in _rows(state, len(ids)))
+    return ParkedRows(ids, tuple(parts), min(state.exact_rows, len(ids)))
 
 
 def unpark(state: SequenceState, parked: ParkedRows) -> None:
