@@ -18,6 +18,7 @@ from strata_cli.launch.refusals import check_locking, check_memory, check_port, 
 from strata_cli.launch.tiers import Tier, tiers_of
 
 RESERVE_MIB, DISPLAY_RESERVE_MIB = 700, 1024
+FEW_SHARE = 0.05  # of the experts: with so few in the cache, nearly every one comes over the link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ def plan_launch(
     return LaunchPlan(
         tuple(choices),
         tiers_of(machine, model, fit, gpu),
-        tuple(_notes(machine, model, gpu, wishes)),
+        tuple(_notes(machine, model, fit, gpu, wishes)),
         fit,
         _load_s(machine, model, gpu),
     )
@@ -187,12 +188,21 @@ def _as_given(choice: Choice, wishes: LaunchWishes) -> Choice:
 
 
 def _notes(
-    machine: Machine, model: ModelFacts, gpu: GpuFacts | None, wishes: LaunchWishes
+    machine: Machine,
+    model: ModelFacts,
+    fit: Fit,
+    gpu: GpuFacts | None,
+    wishes: LaunchWishes,
 ) -> list[str]:
     notes = []
     if gpu is not None and gpu.holders:
         names = ", ".join(f"{holder.name} ({holder.pid})" for holder in gpu.holders)
         notes.append(f"other processes have memory of {gpu.name}: {names}")
+    if fit.is_streamed and fit.num_resident < FEW_SHARE * model.num_experts:
+        notes.append(
+            f"only {fit.num_resident} of {model.num_experts} experts fit beside the rest: "
+            "a shorter --max-context or --prefill leaves room for more"
+        )
     hot_bytes = model.file_bytes - model.table_bytes
     if gpu is None and hot_bytes > machine.memory.free_bytes:
         notes.append(

@@ -55,7 +55,7 @@ def tiers_of(
         (
             Part("weights beside the experts", fit.dense_bytes),
             Part(
-                "experts, those used most" if fit.is_streamed else "all experts",
+                "cache and ring of experts" if fit.is_streamed else "all experts",
                 fit.resident_bytes,
                 fit.num_resident,
             ),

@@ -273,6 +273,12 @@ def test_others_on_the_gpu_are_noted_where_there_is_room_for_both() -> None:
     assert made.notes == ("other processes have memory of NVIDIA Made-Up 24: python3 (812)",)
 
 
+def test_a_cache_of_few_experts_is_told_how_to_grow() -> None:
+    made = plan(a_machine(a_gpu(free_bytes=6 * GIB)))
+    assert made.fit.num_resident < 15_360 // 20
+    assert "a shorter --max-context or --prefill" in made.notes[0]
+
+
 def test_a_users_service_is_told_of_lingering() -> None:
     assert "enable-linger" in plan(a_machine(), service="user").notes[0]
 
