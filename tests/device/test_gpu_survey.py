@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -148,3 +149,24 @@ def test_a_driver_that_asks_for_the_memlock_limit_is_found_out(
     assert link.locks_beyond_limit is False
     assert limits == [0]
     assert resource.getrlimit(resource.RLIMIT_MEMLOCK) == before
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_described_and_left_as_it_was() -> None:
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    survey = survey_gpus()
+    if not survey.gpus:
+        pytest.skip(survey.problem)
+    gpu = survey.gpus[0]
+    assert gpu.problem == ""
+    assert gpu.capability >= (7, 5)
+    assert 0 < gpu.free_bytes <= gpu.total_bytes
+    assert gpu.num_multiprocessors > 0
+    assert os.getpid() not in {holder.pid for holder in gpu.holders}
+    link = measure_link(gpu).link
+    assert link is not None
+    assert link.read_gbps > 0
+    assert link.locks_beyond_limit is not None
+    assert resource.getrlimit(resource.RLIMIT_MEMLOCK) == before
+    again = survey_gpus().gpus[0]
+    assert abs(again.free_bytes - gpu.free_bytes) < 1 << 30
