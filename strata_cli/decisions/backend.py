@@ -7,14 +7,16 @@ and what is shared is a prefix of their tokens, not of their text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.decisions.lanes import LEAST_HEAD_TOKENS, LaneGroup, Lanes
-from strata_cli.decisions.paths import PathScores, TokenPath, ended, score_paths
+from strata_cli.decisions.path_reads import score_paths
+from strata_cli.decisions.paths import PathScores, TokenPath, ended
 from strata_cli.decisions.prompts import PromptTokenizer
+from strata_cli.decisions.reads import TokenCounts
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.prompt_cache import common_tokens
 from strata_cli.engine.reading import next_token_logprobs
@@ -23,24 +25,6 @@ from strata_cli.errors import InputError
 
 LOGIT_BYTES = 64 << 20
 """So much host memory, about, holds logits of paths at a time."""
-
-
-class TokenCounts(NamedTuple):
-    """Tokens of all prompts together, and how many of them were read."""
-
-    prompt_tokens: int
-    read_tokens: int
-
-    @property
-    def reused_tokens(self) -> int:
-        """Tokens that another prompt had read."""
-        return self.prompt_tokens - self.read_tokens
-
-    def since(self, earlier: TokenCounts) -> TokenCounts:
-        """What was added to earlier counts."""
-        return TokenCounts(
-            self.prompt_tokens - earlier.prompt_tokens, self.read_tokens - earlier.read_tokens
-        )
 
 
 class EngineBackend:
@@ -61,7 +45,7 @@ class EngineBackend:
 
     def __init__(self, engine: Engine, *, reuse: bool = True, lanes: int = 1) -> None:
         self.name = engine.model_name
-        self.tokenizer = PromptTokenizer(engine)
+        self.tokenizer = PromptTokenizer(engine.tokenizer, engine.chat_template)
         self._engine = engine
         self._reuse = reuse
         self._session = Session(engine, canonical=True)

@@ -15,9 +15,9 @@ from anyjev.calibrate.contextual import DEFAULT_PROBES
 from anyjev.readout import PromptSpec, render_chat
 from numpy.typing import NDArray
 
-from strata_cli.decisions.backend import EngineBackend
 from strata_cli.decisions.paths import PathScores, path_prompt
 from strata_cli.decisions.questions import Question
+from strata_cli.decisions.reads import Backend
 
 
 class TextAnswer(NamedTuple):
@@ -35,7 +35,7 @@ class TextAnswer(NamedTuple):
 
 
 class TextReader:
-    """Scores options by their text. Owned by the engine's thread.
+    """Scores options by their text. Owned by its backend's thread.
 
     Args:
         backend: reads.
@@ -43,7 +43,7 @@ class TextReader:
         has_prior: divide by what states without content say.
     """
 
-    def __init__(self, backend: EngineBackend, *, sorts: bool, has_prior: bool) -> None:
+    def __init__(self, backend: Backend, *, sorts: bool, has_prior: bool) -> None:
         self._backend = backend
         self._sorts = sorts
         self._has_prior = has_prior

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import anyjev
 import numpy as np
@@ -21,13 +21,15 @@ from anyjev.readout import (
     resolve_labels,
 )
 
-from strata_cli.decisions.backend import EngineBackend, TokenCounts
 from strata_cli.decisions.by_text import TextAnswer, TextReader
 from strata_cli.decisions.calibration import Calibration
 from strata_cli.decisions.measures import cooled
 from strata_cli.decisions.questions import Question, check_distinct
-from strata_cli.engine.engine import Engine
+from strata_cli.decisions.reads import Backend, TokenCounts
 from strata_cli.errors import InputError
+
+if TYPE_CHECKING:
+    from strata_cli.engine.engine import Engine
 
 Level: TypeAlias = Literal["raw", "L0", "L1"]
 Prior: TypeAlias = Literal["content_free", "none", "batch"]
@@ -177,21 +179,20 @@ class Decider:
     """Answers questions with one engine. Owned by the engine's thread.
 
     Args:
-        engine: reads.
+        source: reads: an engine, or what reads for one that is elsewhere.
         rules: how.
-        lanes: states that decide_many() reads side by side; changes no value.
+        lanes: states that decide_many() reads side by side on an engine; changes no value.
 
     Raises:
         OutOfMemory: a sequence does not fit.
     """
 
     def __init__(
-        self, engine: Engine, rules: DecisionRules = DEFAULT_RULES, *, lanes: int = 1
+        self, source: Engine | Backend, rules: DecisionRules = DEFAULT_RULES, *, lanes: int = 1
     ) -> None:
         self.rules = rules
         self.lanes = lanes
-        self._engine = engine
-        self._backend = EngineBackend(engine, reuse=rules.reuse, lanes=lanes)
+        self._backend = _backend(source, rules, lanes)
         self._by_text = TextReader(
             self._backend,
             sorts=rules.level != "raw",
@@ -342,11 +343,20 @@ class Decider:
     def _no_labels(self, question: Question, error: LabelTokenError) -> InputError:
         shown = {"choice": "letters", "noul": "Yes and No", "score": "digits or letters"}
         return InputError(
-            f"{self._engine.model_name} cannot answer {question.id}: {error}",
+            f"{self._backend.name} cannot answer {question.id}: {error}",
             hint=f"options are labelled by {shown[question.kind]}, each of which must be a single "
             "token of the model, and another one than the others'; use another model, or score "
             "options by their own text with --by-text",
         )
+
+
+def _backend(source: Engine | Backend, rules: DecisionRules, lanes: int) -> Backend:
+    if isinstance(source, Backend):
+        return source
+    # Not at the top of the file: a process that holds no engine decides as well.
+    from strata_cli.decisions.backend import EngineBackend
+
+    return EngineBackend(source, reuse=rules.reuse, lanes=lanes)
 
 
 def _check_state(state: str) -> None:

@@ -17,9 +17,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.kernels.head import log_softmax_row
-from strata_cli.engine.prefill.branches import plan_batches
-
 TokenPath: TypeAlias = tuple[int, ...]
 
 END = -1
@@ -99,45 +96,31 @@ def branches_of(nodes: Collection[TokenPath]) -> list[TokenPath]:
     return [node for node in nodes if node and node not in begun]
 
 
-def score_paths(
-    paths: Sequence[TokenPath],
-    read: Callable[[Sequence[TokenPath]], Sequence[NDArray[np.float32]]],
-    most_rows: int,
-    end_ids: Collection[int],
+def step(logprob_of: Callable[[int], float], token: int, end_ids: Collection[int]) -> float:
+    """Log-probability of a path's next token; of END, that of all tokens that end an answer.
+
+    Args:
+        logprob_of: the log-probability of any token at this place.
+        token: a token, or END.
+        end_ids: tokens that end an answer.
+    """
+    if token != END:
+        return logprob_of(token)
+    ends = [logprob_of(end) for end in sorted(end_ids)]
+    return max(ends) + math.log(math.fsum(math.exp(one - max(ends)) for one in ends))
+
+
+def sum_paths(
+    paths: Sequence[TokenPath], steps: Mapping[TokenPath, Mapping[int, float]]
 ) -> PathScores:
     """Sum the log-probabilities along each path.
 
     Args:
         paths: from ended(); each at least one token.
-        read: gives for each of some branches the logits [its tokens, V] behind its tokens; () comes
-            first and by itself, for those [1, V] behind the prompt.
-        most_rows: rows to ask for at once; a longer branch comes by itself.
-        end_ids: tokens that end an answer.
+        steps: for each node of their trie, those of its next tokens; see step().
     """
-    followers = branching(paths)
-    steps = dict[TokenPath, Mapping[int, float]]()
-
-    def keep(node: TokenPath, logits: NDArray[np.float32]) -> None:
-        if node not in steps:
-            logprobs = log_softmax_row(logits)
-            steps[node] = {token: _step(logprobs, token, end_ids) for token in followers[node]}
-
-    keep((), read([()])[0][0])
-    branches = branches_of(followers)
-    for part in plan_batches([len(branch) for branch in branches], most_rows):
-        some = [branches[index] for index in part]
-        for branch, rows in zip(some, read(some), strict=True):
-            for stop, row in enumerate(rows, 1):
-                keep(branch[:stop], row)
     scores = [
         math.fsum(steps[path[:stop]][token] for stop, token in enumerate(path)) for path in paths
     ]
     with_end = paths[0][-1] == END
     return PathScores(tuple(scores), tuple(len(path) - with_end for path in paths), with_end)
-
-
-def _step(logprobs: NDArray[np.float32], token: int, end_ids: Collection[int]) -> float:
-    if token != END:
-        return float(logprobs[token])
-    ends = [float(logprobs[end]) for end in sorted(end_ids)]
-    return max(ends) + math.log(math.fsum(math.exp(one - max(ends)) for one in ends))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from strata_cli.engine.engine import Engine
 from strata_cli.engine.model.chat_prompt import Shield
+from strata_cli.engine.model.chat_template import ChatTemplate
+from strata_cli.engine.model.tokenizer import Tokenizer
 from strata_cli.errors import InputError, quoted
 
 
@@ -18,16 +19,17 @@ class PromptTokenizer:
     """The interface of a transformers tokenizer, as far as AnyJev uses it.
 
     Args:
-        engine: whose tokenizer and chat template are used.
+        tokenizer: the model's.
+        template: the model's chat template, or None.
 
     Attributes:
         chat_template: source of the template, or None.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._tokenizer = engine.tokenizer
-        self._template = engine.chat_template
-        self.chat_template = None if self._template is None else self._template.source
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self.chat_template = None if template is None else template.source
         self.protect(())
 
     def protect(self, texts: Iterable[str]) -> None:
