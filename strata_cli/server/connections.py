@@ -1,7 +1,7 @@
-"""Connections of the HTTP server: how many there may be, and how long one may take to say anything.
+"""Connections of the HTTP server: how many there may be, and how long one may do nothing.
 
-uvicorn bounds neither: a client that opens connections and sends nothing, or half a head, would
-hold descriptors for ever.
+uvicorn bounds neither: a client that opens connections and sends nothing, or half a head, or takes
+nothing of its answer, would hold descriptors and memory for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from strata_cli.server.failures import OVERLOADED, Failure
 
 HEAD_TIMEOUT_S = 20.0
+TAKE_TIMEOUT_S = 120.0
 FULL = Failure(
     status=503,
     kind=OVERLOADED,
@@ -37,6 +38,7 @@ class BoundedConnection(H11Protocol):
 
     most = 0
     _waiting: asyncio.TimerHandle | None = None
+    _stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Take it, or answer 503 and close."""
@@ -50,6 +52,7 @@ class BoundedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
         self._stop_waiting()
+        self._unstick()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -57,6 +60,22 @@ class BoundedConnection(H11Protocol):
         super().data_received(data)
         if self.cycle is not None:
             self._stop_waiting()
+
+    def pause_writing(self) -> None:
+        """The client does not take what is sent; it has some time left to do so."""
+        super().pause_writing()
+        self._unstick()
+        self._stuck = self.loop.call_later(TAKE_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client takes it."""
+        self._unstick()
+        super().resume_writing()
+
+    def _unstick(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
 
     def _wait_for_head(self) -> None:
         self._waiting = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)

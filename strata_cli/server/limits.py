@@ -18,7 +18,6 @@ class Limits:
         body_timeout_s: for a body to arrive.
         request_timeout_s: from the body's arrival to the end of the answer, waiting included; 0:
             no limit.
-        send_timeout_s: for a client to take what is sent; then it counts as gone.
         keep_alive_s: between signs of life to a client that waits for a stream.
     """
 
@@ -27,5 +26,4 @@ class Limits:
     max_prompts: int = 2048
     body_timeout_s: float = 30.0
     request_timeout_s: float = 3600.0
-    send_timeout_s: float = 120.0
     keep_alive_s: float = 10.0

@@ -29,8 +29,9 @@ from strata_cli.server.texts import ModelTexts
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 5  # for requests that are being answered when the end is asked for
-ENGINE_GRACE_S = 1.5  # for the engine then
+GRACE_S = 5.0  # for requests that are being answered when the end is asked for
+TELL_S = 1  # for those that are not over then to be told so
+ENGINE_GRACE_S = 1.5  # for the engine to end
 LOADING_NEWS_S = 1.0
 MORE_TIME_S = 60.0  # that the service manager is asked for with each news
 KEEP_ALIVE_S = 75  # of an idle connection; clients keep theirs for less
@@ -144,7 +145,7 @@ def new_server(service: Service) -> Server:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
+            timeout_graceful_shutdown=round(GRACE_S) + TELL_S,
         )
     )
 
@@ -156,11 +157,15 @@ async def _serve(
     server = new_server(service_of_config(config, texts, engine))
     address = url(config.host, sockets)
 
+    loop = asyncio.get_running_loop()
+
     def stop() -> None:
         around.notifier.stopping("finishing requests")
         server.stop()
+        loop.call_later(GRACE_S, closing.set)
 
-    loop = asyncio.get_running_loop()
+    closing = asyncio.Event()
+    ending = asyncio.create_task(_close_when(closing, engine))
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     beats = asyncio.create_task(around.notifier.beat())
@@ -177,9 +182,16 @@ async def _serve(
         server.stop()
         await asyncio.wait([serving])
         beats.cancel()
-        await engine.close(ENGINE_GRACE_S)
+        closing.set()
+        await ending
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+async def _close_when(closing: asyncio.Event, engine: EngineProcess) -> None:
+    """End the engine; what it still had to do fails, with an error that says why."""
+    await closing.wait()
+    await engine.close(ENGINE_GRACE_S)
 
 
 async def _load(engine: EngineProcess, serving: asyncio.Task[None], around: Surroundings) -> None:

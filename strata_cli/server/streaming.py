@@ -131,9 +131,8 @@ class EventStream(Response):
                 await self._begin(send)
                 is_begun = True
             data = item if isinstance(item, bytes) else _error_event(item)
-            if not await self._send(send, data):
-                return
-        await self._send(send, DONE, is_last=True)
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE})
 
     async def _with_signs_of_life(self) -> AsyncIterator[bytes | Failure]:
         while True:
@@ -149,17 +148,6 @@ class EventStream(Response):
     async def _begin(self, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in self._stream_headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> bool:
-        """Whether the client took it in time."""
-        message = {"type": "http.response.body", "body": data, "more_body": not is_last}
-        try:
-            async with asyncio.timeout(self._limits.send_timeout_s):
-                await send(message)
-        except TimeoutError:
-            logger.info("a client took nothing for %g s", self._limits.send_timeout_s)
-            return False
-        return True
 
 
 async def _within(work: Coroutine[Any, Any, T], timeout_s: float) -> T:

@@ -20,11 +20,18 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 WHOLE = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
 
 
+CONNECTIONS: set[Any] = set()
+"""Those of the server that runs."""
+
+
 @asynccontextmanager
 async def server(engine: FakeEngine) -> AsyncIterator[int]:
     """A real server of a made-up engine; its port."""
     running = serving.new_server(new_service(engine))
+    running.server_state.connections = CONNECTIONS
+    CONNECTIONS.clear()
     (opened,) = listen("127.0.0.1", 0)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # what is sent must be taken soon
     task = asyncio.create_task(running.serve([opened]))
     await running.listens.wait()
     try:
@@ -126,6 +133,28 @@ def test_clients_that_leave_in_the_middle_of_anything_do_no_harm() -> None:
             assert await answers(port)
             many = await asyncio.gather(*(answers(port) for _ in range(4)))
             assert all(many)
+
+    asyncio.run(run())
+
+
+def test_a_client_that_takes_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "TAKE_TIMEOUT_S", 0.05)
+    fields = {"prompt": "hello", "n": 64, "logprobs": 100, "max_tokens": 16}
+    body = orjson.dumps(fields)
+    request = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+
+    async def run() -> None:
+        async with server(FakeEngine([1] * 16)) as port:
+            loop = asyncio.get_running_loop()
+            with socket.socket() as slow:
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                slow.setblocking(False)
+                await loop.sock_connect(slow, ("127.0.0.1", port))
+                await loop.sock_sendall(slow, request)
+                assert status(await loop.sock_recv(slow, 100)) == 200
+                assert await answers(port)
+                while CONNECTIONS:  # nobody reads on
+                    await asyncio.sleep(0.01)
 
     asyncio.run(run())
 

@@ -35,7 +35,7 @@ OPTIONS = ["mail", "games", "python", "fonts"]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving() as running:
+    with serving("--parallel", "4") as running:
         yield running
 
 
