@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import Regex, models, pre_tokenizers
 
 from strata_cli.engine.model.metadata import Value
+from strata_cli.engine.model.piece_memory import PieceMemory
 from strata_cli.engine.model.vocabulary import (
     TokenType,
     Vocabulary,
@@ -86,6 +87,7 @@ class Tokenizer:
         parse_special: bool,
         add_bos: bool = True,
         restore: Mapping[int, str] | None = None,
+        memory: PieceMemory | None = None,
     ) -> list[int]:
         """Token ids of a text.
 
@@ -96,6 +98,7 @@ class Tokenizer:
             add_bos: False leaves out the token that the file may want in front of a text.
             restore: characters (a ``str.translate`` table) to put back once special tokens are
                 cut out, so that a character put in a special text's way never reaches the model.
+            memory: from memory(): saves time where texts begin alike, and changes no id.
 
         Raises:
             InputError: the text has half a surrogate pair, which is no character.
@@ -107,8 +110,15 @@ class Tokenizer:
                 ids.append(piece)
             elif piece:
                 plain = piece.translate(restore) if restore else piece
-                ids += self._bpe.encode(plain, add_special_tokens=False).ids
+                ids += self._plain_ids(plain) if memory is None else memory.ids(plain)
         return ids
+
+    def memory(self) -> PieceMemory:
+        """A new memory for encode(), of this tokenizer, for one thread."""
+        return PieceMemory(self._bpe)
+
+    def _plain_ids(self, text: str) -> list[int]:
+        return list(self._bpe.encode(text, add_special_tokens=False).ids)
 
     def single_token(self, text: str, *, parse_special: bool = True) -> int:
         """Id of a text that is exactly one token, such as a label.
