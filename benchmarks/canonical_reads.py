@@ -58,7 +58,6 @@ from strata_cli.models import DEMO_MODEL_PATH
 SLOTS_OF = (4360, 24_576)
 FEWER_SLOTS_OF = (1995, 24_576)
 RULES = CacheRules(conversation_cache_mib=2048)
-PLAIN = StreamRules()
 NUM_RUNS = 4
 CLI_READS = 3
 CLI = "strata read"
@@ -77,16 +76,18 @@ class Facts(NamedTuple):
 Change = Callable[[EngineOptions, Facts], EngineOptions]
 
 
+def _all_copied(rules: StreamRules) -> StreamRules:
+    return replace(rules, stream=replace(rules.stream, skips_unrouted=False))
+
+
 SETTINGS: dict[str, Change] = {
     "chunks of 512": lambda options, _facts: replace(options, prefill=512),
     "chunks of 2048": lambda options, _facts: replace(options, prefill=2048),
     "routed stream off": lambda options, _facts: replace(
-        options,
-        prefill=2048,
-        streaming=replace(PLAIN, stream=replace(PLAIN.stream, skips_unrouted=False)),
+        options, prefill=2048, streaming=_all_copied(options.streaming)
     ),
-    "likely order": lambda options, _facts: replace(
-        options, prefill=2048, streaming=replace(PLAIN, is_likely=True)
+    "order of ids": lambda options, _facts: replace(
+        options, prefill=2048, streaming=replace(options.streaming, is_likely=False)
     ),
     "fewer slots": lambda options, facts: replace(
         options, expert_cache=facts.slots(FEWER_SLOTS_OF)

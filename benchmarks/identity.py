@@ -38,8 +38,9 @@ ANSWER = 8
 
 def ways(kept_slots: int) -> dict[str, StreamRules | None]:
     """By arm; None: nothing is streamed."""
-    base = replace(PLAIN, stream=replace(PLAIN.stream, skips_unrouted=False))
-    on = replace(PLAIN, stream=replace(PLAIN.stream, skips_unrouted=True))
+    by_id = replace(PLAIN, is_likely=False)
+    base = replace(by_id, stream=replace(PLAIN.stream, skips_unrouted=False))
+    on = replace(by_id, stream=replace(PLAIN.stream, skips_unrouted=True))
     return {
         "base": base,
         "unset": PLAIN,

@@ -334,11 +334,12 @@ class Engine:
                 still.enter_context(self._residency.paused())
             if not self.is_canonical and self._streamer is not None:
                 still.enter_context(self._streamer.unlearning())
-            self._canonical_depth += 1
+            depth = self._canonical_depth
             try:
+                self._canonical_depth = depth + 1
                 yield
             finally:
-                self._canonical_depth -= 1
+                self._canonical_depth = depth
 
     @property
     def _deviates(self) -> bool:

@@ -21,6 +21,7 @@ from benchmarks.canonical_protocol import (
 )
 from benchmarks.canonical_reads import SETTINGS, SLOTS_OF, Bench, Facts
 from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.experts.sizing import RingRules
 from strata_cli.engine.prefill.prompt_stream import StreamRules
 from strata_cli.engine.prompt_cache import CacheRules
 from strata_cli.engine.session import Session
@@ -31,7 +32,7 @@ from tools.synth.writer import write_model
 RULES = CacheRules(prompt_cache_every=64, prompt_cache_root=8, least_parked_tokens=4)
 SPEC = PRESETS["tiny"]
 FACTS = Facts(SPEC.num_layers * SPEC.num_experts, SPEC.num_experts_per_tok)
-SHORT = StreamRules(short_tokens=4)
+STREAMED = StreamRules(ring=RingRules(stream_min=40), short_tokens=4)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def options(path: Path, device_name: str) -> EngineOptions:
         max_context=400,
         prefill=48,
         expert_cache=FACTS.slots(SLOTS_OF),
-        streaming=SHORT,
+        streaming=STREAMED,
     )
 
 
@@ -83,7 +84,7 @@ def test_the_protocol_has_its_reads() -> None:
     assert len({tuple(one.ids) for one in asked}) == 65
 
 
-@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("manner", ["ABC", "CBA", "beside chats", "29 turns between"])
 def test_no_manner_of_reading_moves_a_bit(engine: Engine, first: Answers, manner: str) -> None:
     with Session(engine, RULES) as session:
         protocol = protocol_of(session)
@@ -94,10 +95,18 @@ def test_no_manner_of_reading_moves_a_bit(engine: Engine, first: Answers, manner
 
 
 @pytest.mark.parametrize(
-    "setting", ["chunks of 512", "routed stream off", "tail skip", "all resident"]
+    ("setting", "manner"),
+    [
+        ("chunks of 512", "in batches"),
+        ("routed stream off", "ABC"),
+        ("tail skip", "last token stepped"),
+        ("all resident", "no reuse"),
+    ],
 )
-def test_no_setting_moves_a_bit(options: EngineOptions, first: Answers, setting: str) -> None:
-    bench = Bench(options, FACTS, SMALL_SIZES, first=first)
+def test_no_setting_of_a_new_engine_moves_a_bit(
+    options: EngineOptions, first: Answers, setting: str, manner: str
+) -> None:
+    bench = Bench(options, FACTS, SMALL_SIZES, first=first, manner=manner)
     bench.setting(setting)
     (found,) = bench.found
     assert found.differing == 0, found.line()
