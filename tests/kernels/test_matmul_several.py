@@ -8,9 +8,11 @@ import pytest
 from strata_cli.engine.kernels.hyper import lowrank_silu
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
 from strata_cli.engine.kernels.matmul_gated import (
+    can_route_beside,
     grouped_matmul_swiglu,
     matmul_silu,
     matmul_swiglu,
+    matmul_swiglu_route,
 )
 from strata_cli.engine.kernels.matmul_several import (
     Experts,
@@ -18,7 +20,7 @@ from strata_cli.engine.kernels.matmul_several import (
     grouped_matmul_pair,
     matmul_several,
 )
-from strata_cli.engine.kernels.moe import swiglu
+from strata_cli.engine.kernels.moe import RouteOperands, route_in_order, swiglu
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import QuantType, row_bytes
 from tests.kernels.lab import Lab, normal
@@ -111,3 +113,35 @@ def test_gated_experts_have_the_bits_of_swiglu_and_the_product(gpu_lab: Lab) -> 
     out = lab.empty((pairs, rows))
     grouped_matmul(lab.stream, gate, addresses, experts.layout, order, start, out)
     np.testing.assert_array_equal(lab.get(experts.out), lab.get(out))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 512, 10), (2, 40, 3), (4, 8, 8)])
+def test_a_product_beside_the_routing_has_the_bits_of_both(
+    gpu_lab: Lab, tokens: int, experts: int, top_k: int
+) -> None:
+    lab, rows, cols = gpu_lab, 2560, 640
+    weight = Weight(lab.put(packed_rows(Q.Q8_0, rows, cols, 1)), Q.Q8_0, rows, cols)
+    gate, up, logits = (
+        lab.put(normal(s, tokens, n)) for s, n in ((2, cols), (3, cols), (4, experts))
+    )
+    pairs, i32 = (tokens, top_k), np.int32
+    both, alone = (
+        RouteOperands(
+            logits,
+            lab.empty(pairs, i32),
+            lab.empty(pairs),
+            lab.empty((experts + 1,), i32),
+            lab.empty((tokens * top_k,), i32),
+            lab.empty(pairs, i32),
+        )
+        for _ in range(2)
+    )
+    beside, expected = (lab.empty((tokens, rows)) for _ in range(2))
+    assert can_route_beside(lab.stream, weight, both)
+    matmul_swiglu_route(lab.stream, gate, up, weight, beside, both)
+    matmul_swiglu(lab.stream, gate, up, weight, expected)
+    route_in_order(lab.stream, *alone)
+    np.testing.assert_array_equal(lab.get(beside), lab.get(expected))
+    for own, other in zip(both, alone, strict=True):
+        np.testing.assert_array_equal(lab.get(own), lab.get(other))

@@ -46,9 +46,11 @@ from strata_cli.engine.kernels.matmul import FEW_TOKENS, grouped_matmul, matmul,
 from strata_cli.engine.kernels.matmul_gated import (
     can_gate,
     can_gate_pairs,
+    can_route_beside,
     grouped_matmul_swiglu,
     matmul_silu,
     matmul_swiglu,
+    matmul_swiglu_route,
 )
 from strata_cli.engine.kernels.matmul_several import (
     Experts,
@@ -57,6 +59,7 @@ from strata_cli.engine.kernels.matmul_several import (
     matmul_several,
 )
 from strata_cli.engine.kernels.splitting import clear_rows, split_pairs
+from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.spec import ModelSpec
 
 
@@ -415,7 +418,12 @@ class Forward:
         else:
             matmul(stream, read.values, weights.router, router)
         experts, rank_of, split = feed.experts(index)
-        if split is None:
+        shared_out, shared_down = take("shared_out", num), weights.shared_down
+        routing = moe.RouteOperands(router, ids, places, start, row_of, pair_of)
+        is_plain = split is None and rank_of is None
+        if is_beside := is_plain and can_route_beside(stream, shared_down, routing):
+            matmul_swiglu_route(stream, gate, up, shared_down, shared_out, routing)
+        elif split is None:
             ranked = None if rank_of is None else moe.Ranked(rank_of, take("expert_ranks", num))
             moe.route_in_order(stream, router, ids, places, start, row_of, pair_of, ranked)
         else:
@@ -429,13 +437,8 @@ class Forward:
             experts = self.fetcher.fetch(index, start)
         if not is_few:
             matmul_several(stream, read.values, products[1:], read.rounded)
-        shared_out = take("shared_out", num)
-        if can_gate(stream, num):
-            matmul_swiglu(stream, gate, up, weights.shared_down, shared_out)
-        else:
-            moe.swiglu(stream, gate, up, gate)
-            rounded = self._rounded_over(up, gate, 0)
-            matmul(stream, gate, weights.shared_down, shared_out, rounded)
+        if not is_beside:
+            self._shared(gate, up, shared_down, shared_out)
         for group in feed.groups(index):
             self._routed(experts, read, row_of, start, group)
         out = take("out", num)
@@ -443,6 +446,15 @@ class Forward:
             self._take_the_others(index, split, start, expert_out)
         moe.combine(stream, expert_out, pair_of, places, shared_out, shared_logit, out)
         return out
+
+    def _shared(self, gate: Tensor, up: Tensor, down: Weight, out: Tensor) -> None:
+        """Enqueue the shared expert's last product; gate and up are used up."""
+        stream = self.stream
+        if can_gate(stream, gate.shape[0]):
+            matmul_swiglu(stream, gate, up, down, out)
+            return
+        moe.swiglu(stream, gate, up, gate)
+        matmul(stream, gate, down, out, self._rounded_over(up, gate, 0))
 
     def _share_out(
         self, experts: ExpertMatrices, split: Split, ids: Tensor, row_of: Tensor, pair_of: Tensor

@@ -192,7 +192,7 @@ def _pass_sizes(sizes: Sizes) -> list[int]:
     """One token, powers of two, and whole chunks: kernels are chosen by size, coarsely."""
     chunk_tokens, steps = sizes.chunk_tokens, _doublings(sizes.num_sequences)
     powers = [1 << exponent for exponent in range(5, 16)]
-    counts = {*steps, 2, *powers}  # one token alone has functions of its own
+    counts = {*steps, 2, 16, *powers}  # one token, and very few, have functions of their own
     return [*sorted(count for count in counts if count < chunk_tokens), chunk_tokens]
 
 

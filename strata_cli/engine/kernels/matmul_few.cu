@@ -14,11 +14,11 @@
 #include "activations.cuh"
 #include "mma.cuh"
 #include "overlap.cuh"
+#include "route.cuh"
 #include "spans.cuh"
 #include "weights.cuh"
 #include "wide_book.cuh"
 
-constexpr unsigned ALL_THREADS = 0xffffffffu;
 constexpr int MOST_REGISTERS = 64;  // two blocks of 16 warps then find room on a multiprocessor
 
 // How a matrix is compiled for: its type, the weights a lane owns, what divides its rows'
@@ -492,8 +492,8 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
         const OwnSpan place = own_span(work, team, min(base + own, stages - 1), index, chunks);
 #pragma unroll 1
         for (int i = 0; i < min(AT_ONCE, stages - base); i++) {
-            const int slot = __shfl_sync(ALL_THREADS, place.slot, i * ROWS);
-            const int uses = __shfl_sync(ALL_THREADS, place.uses, i * ROWS);
+            const int slot = __shfl_sync(ALL_LANES, place.slot, i * ROWS);
+            const int uses = __shfl_sync(ALL_LANES, place.uses, i * ROWS);
             if (uses > 0 && is_first) {
                 is_first = false;
                 __syncthreads();
@@ -573,6 +573,37 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     const int first = static_cast<int>(columns) * blockIdx.x;
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
     few(work, {nullptr, first, count}, x, gate, shared);
+}
+
+// gated_few_route: gated_few, and beside it route_few, which neither waits for the other
+//   grid (passes + 1, blocks): of the last passes, block 0 routes
+template <int TYPE, int LANE, int ROWS, int ALIGN, int LOCAL>
+__global__ void __maxnreg__(MOST_REGISTERS)
+    gated_few_route(const float *x, const float *up, const unsigned char *data, float *out,
+                    const float *logits, int *ids, float *weights, int *expert_start, int *row_of,
+                    int *pair_of, long long, long long tokens, long long rows, long long cols,
+                    long long num_experts, long long top_k, long long columns, long long team_warps,
+                    long long slots, long long slot_chunks, long long parts, long long slice,
+                    long long slices, long long part_slices, long long tile_rows,
+                    long long span_shift, long long chunks) {
+    extern __shared__ uint4 shared[];
+    if (blockIdx.x + 1 == gridDim.x) {
+        wait_for_launches_ahead();
+        let_next_start();
+        if (blockIdx.y == 0)
+            route_in_order<LOCAL>(logits, ids, weights, expert_start, row_of, pair_of, tokens,
+                                  num_experts, top_k, reinterpret_cast<int *>(shared));
+        return;
+    }
+    Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
+    work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
+    work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.cols = static_cast<int>(cols);
+    work.number_tiles();
+    const int first = static_cast<int>(columns) * blockIdx.x;
+    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
+    few(work, {nullptr, first, count}, x, Gated{up, 1.0f}, shared);
 }
 
 // matmul_several: the first MATRICES of six matrices, of up to three kinds; grid as matmul_few

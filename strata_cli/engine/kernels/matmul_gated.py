@@ -5,13 +5,20 @@ Bits are those of the gate's own kernel followed by the product; a launch and it
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.few import FEW_COLUMNS, few_plan
 from strata_cli.engine.kernels.matmul import FEW_PAIRS_PER_EXPERT, FEW_TOKENS
 from strata_cli.engine.kernels.matmul_several import Experts, gpu_kernel, matrix_of_experts
-from strata_cli.engine.kernels.products import dense_matrix
+from strata_cli.engine.kernels.moe import ROUTE_IN_REGISTERS, RouteOperands
+from strata_cli.engine.kernels.products import WARP, Plan, dense_matrix
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight
+
+MOST_ROUTED_BESIDE = 4  # tokens that are routed beside a product, a warp each
 
 
 def can_gate(stream: Stream, tokens: int) -> bool:
@@ -41,6 +48,47 @@ def matmul_swiglu(stream: Stream, gate: Tensor, up: Tensor, weight: Weight, out:
     _launch(stream, gate, up, 1, weight, out)
 
 
+def can_route_beside(stream: Stream, weight: Weight, operands: RouteOperands) -> bool:
+    """Whether ``matmul_swiglu_route`` takes them: very few tokens, and on a GPU."""
+    (tokens, num_experts), top_k = operands.logits.shape, operands.ids.shape[1]
+    if not can_gate(stream, tokens) or not 0 < tokens <= MOST_ROUTED_BESIDE:
+        return False
+    plan = _plan(stream, weight, tokens)
+    has_room = plan.block[0] >= WARP * tokens and plan.shared_bytes >= 8 * tokens * top_k
+    return has_room and num_experts <= ROUTE_IN_REGISTERS
+
+
+def matmul_swiglu_route(
+    stream: Stream, gate: Tensor, up: Tensor, weight: Weight, out: Tensor, operands: RouteOperands
+) -> None:
+    """Enqueue ``matmul_swiglu`` and ``route_in_order``, which run beside each other.
+
+    Args:
+        stream: where it runs; ``can_route_beside`` said yes.
+        gate: as of ``matmul_swiglu``.
+        up: as of ``matmul_swiglu``.
+        weight: as of ``matmul_swiglu``.
+        out: as of ``matmul_swiglu``.
+        operands: of ``route_in_order``, with as many tokens.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    tokens = gate.shape[0]
+    _expect_gated(gate, weight, out)
+    expect("matmul_swiglu up", up, gate.shape)
+    expect("matmul_swiglu_route ids", operands.ids, (tokens, operands.ids.shape[1]), np.int32)
+    num_experts, top_k = operands.check(), operands.ids.shape[1]
+    plan = _plan(stream, weight, tokens)
+    parameters = plan.unit.function.partition("<")[2].rstrip(">")
+    function = f"gated_few_route<{parameters}, {ROUTE_IN_REGISTERS // WARP}>"
+    passes, num_blocks, _ = plan.grid
+    launch = replace(plan.launch(1, 1, early=True), grid=(passes + 1, num_blocks, 1))
+    numbers = (int(weight.qtype), tokens, weight.rows, weight.cols, num_experts, top_k)
+    kernel = gpu_kernel(plan.unit._replace(function=function))
+    stream.launch(kernel, launch, gate, up, weight.data, out, *operands, *numbers)
+
+
 def matmul_silu(stream: Stream, x: Tensor, divisor: int, weight: Weight, out: Tensor) -> None:
     """Enqueue ``matmul`` of silu(x / divisor), where ``can_gate``; arguments as of ``matmul``."""
     _launch(stream, x, x, divisor, weight, out)
@@ -50,16 +98,24 @@ def _launch(
     stream: Stream, x: Tensor, up: Tensor, divisor: int, weight: Weight, out: Tensor
 ) -> None:
     tokens = x.shape[0]
-    expect("gated matmul x", x, (tokens, weight.cols))
-    expect("gated matmul out", out, (tokens, weight.rows))
+    _expect_gated(x, weight, out)
     if tokens == 0:
         return
-    matrix = dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
-    passes = blocks(tokens, FEW_COLUMNS)
-    plan = few_plan((matrix,), tokens, passes, stream.shared_bytes, is_gated=True)
+    plan = _plan(stream, weight, tokens)
     numbers = (int(weight.qtype), tokens, weight.rows, weight.cols, divisor)
     launch = plan.launch(1, 1, early=True)
     stream.launch(gpu_kernel(plan.unit), launch, x, up, weight.data, out, *numbers)
+
+
+def _expect_gated(x: Tensor, weight: Weight, out: Tensor) -> None:
+    expect("gated matmul x", x, (x.shape[0], weight.cols))
+    expect("gated matmul out", out, (x.shape[0], weight.rows))
+
+
+def _plan(stream: Stream, weight: Weight, tokens: int) -> Plan:
+    matrix = dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
+    passes = blocks(tokens, FEW_COLUMNS)
+    return few_plan((matrix,), tokens, passes, stream.shared_bytes, is_gated=True)
 
 
 def grouped_matmul_swiglu(

@@ -56,6 +56,28 @@ class ExpertOrder(NamedTuple):
     pair_of: Ints
 
 
+class RouteOperands(NamedTuple):
+    """What route_in_order reads, logits, and writes, where experts are not ranked."""
+
+    logits: Tensor
+    ids: Tensor
+    weights: Tensor
+    expert_start: Tensor
+    row_of: Tensor
+    pair_of: Tensor
+
+    def check(self) -> int:
+        """The number of experts.
+
+        Raises:
+            ShapeError: one has another shape or type.
+        """
+        num_experts = _expect_route(self.logits, self.ids, self.weights)
+        expect("route_in_order expert_start", self.expert_start, (num_experts + 1,), I32)
+        _expect_order(self.ids, self.expert_start, self.row_of, self.pair_of)
+        return num_experts
+
+
 class Ranked(NamedTuple):
     """An order of the experts: rank_of int32 [E]; ranks int32 [T, k] is scratch for relabel."""
 
@@ -131,9 +153,8 @@ def route_in_order(
         route(stream, logits, ids, weights)
         order_by_expert(stream, ids, expert_start, row_of, pair_of)
         return
-    num_experts = _expect_route(logits, ids, weights)
-    expect("route_in_order expert_start", expert_start, (num_experts + 1,), I32)
-    _expect_order(ids, expert_start, row_of, pair_of)
+    operands = RouteOperands(logits, ids, weights, expert_start, row_of, pair_of)
+    num_experts = operands.check()
     launch = Launch(
         items=1,
         grid=(1, 1, 1),
@@ -143,7 +164,7 @@ def route_in_order(
         early=True,
     )
     kernel = ROUTE_FEW if num_experts <= ROUTE_IN_REGISTERS else ROUTE_FEW_MANY
-    stream.launch(kernel, launch, logits, ids, weights, expert_start, row_of, pair_of)
+    stream.launch(kernel, launch, *operands)
 
 
 def order_by_expert(
