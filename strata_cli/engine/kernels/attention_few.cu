@@ -257,7 +257,7 @@ struct Piece {
 // The next ones are on their way meanwhile.
 template <class F>
 __device__ inline Column join_all(int count, F get) {
-    constexpr int AT_ONCE = 16;
+    constexpr int AT_ONCE = 8;
     Column whole = Column::none(), unit = Column::none();
     int current = 0;
     Piece pieces[2][AT_ONCE];
