@@ -252,5 +252,5 @@ def _start_service(
     options = unit_options(plan, services.scope, asked.file, service_user, gpu_variables())
     services.install(unit_text(options))
     click.echo(f"strata: starting {services.path}, ready when the model is loaded", err=True)
-    services.start()
+    services.start(lambda status: click.echo(f"strata: {status}", err=True))
     click.echo("\n".join(("running; look after it with:", *services.advice())))

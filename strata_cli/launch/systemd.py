@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from strata_cli.errors import ConfigError, StrataError, path_text
 UNIT_NAME = "strata.service"
 SYSTEM_FOLDER = Path("/etc/systemd/system")
 LOG_LINES = 12
+POLL_S = 0.25  # between two looks at a service that starts
 
 
 class Ran(NamedTuple):
@@ -36,7 +38,7 @@ class ServiceError(StrataError):
 
 
 def run_command(command: Sequence[str]) -> Ran:
-    """Run a command to its end, however long that takes: a start waits for the model.
+    """Run a command to its end.
 
     Raises:
         ConfigError: it is not installed.
@@ -66,11 +68,19 @@ class Services:
         scope: "system" or "user".
         run: runs a command.
         folder: for units; None: where the manager looks for them.
+        wait: waits so many seconds.
     """
 
-    def __init__(self, scope: str, run: Run = run_command, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        scope: str,
+        run: Run = run_command,
+        folder: Path | None = None,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.scope = scope
         self._run = run
+        self._wait = wait
         self._folder = folder or (SYSTEM_FOLDER if scope == "system" else _user_folder())
 
     @property
@@ -128,26 +138,51 @@ class Services:
         self._must("daemon-reload")
         self._must("enable", UNIT_NAME)
 
-    def start(self) -> None:
-        """Start the service; blocks until it is ready.
+    def start(self, say: Callable[[str], None]) -> None:
+        """Start the service; blocks until it is ready, however long the model takes to load.
+
+        Args:
+            say: told what the service says of itself, whenever that changes.
 
         Raises:
-            ServiceError: it ended before that; has the last lines of its log.
+            ServiceError: it ended before it was ready; has the last lines of its log. It is not
+                started again then.
         """
-        done = self._systemctl("start", UNIT_NAME)
-        if done.code:
-            log = self._run(
-                ["journalctl", *self._scope(), "-u", UNIT_NAME, "-n", str(LOG_LINES), "--no-pager"]
-            )
-            raise ServiceError(
-                f"{UNIT_NAME} did not start: {done.output.strip()}\n{log.output.strip()}",
-                hint=f"mend that, then {self._said('start')}",
-            )
+        self._systemctl(
+            "reset-failed", UNIT_NAME
+        )  # or the last failure would be taken for this one
+        done = self._systemctl("start", "--no-block", UNIT_NAME)
+        last = ""
+        while not done.code:
+            state = self._state()
+            if state["ActiveState"] == "active":
+                return
+            if state["ActiveState"] == "failed" or state["SubState"] == "auto-restart":
+                break
+            if state["StatusText"] not in ("", last):
+                last = state["StatusText"]
+                say(last)
+            self._wait(POLL_S)
+        self._systemctl("stop", UNIT_NAME)
+        log = self._run(
+            ["journalctl", *self._scope(), "-u", UNIT_NAME, "-n", str(LOG_LINES), "--no-pager"]
+        )
+        told = "\n".join(filter(None, (done.output.strip(), log.output.strip())))
+        raise ServiceError(
+            f"{UNIT_NAME} did not start{f': {told}' if told else ''}",
+            hint=f"mend that, then {self._said('start')}",
+        )
 
     def advice(self) -> tuple[str, ...]:
         """How to look after the service."""
         log = " ".join(("journalctl", *self._scope(), "-u", "strata", "-f"))
         return (self._said("status"), log, self._said("stop"), self._said("disable"))
+
+    def _state(self) -> dict[str, str]:
+        names = ("ActiveState", "SubState", "StatusText")
+        answer = self._systemctl("show", "-p", ",".join(names), UNIT_NAME).output
+        pairs = dict(line.partition("=")[::2] for line in answer.splitlines())
+        return {name: pairs.get(name, "") for name in names}
 
     def _must(self, *words: str) -> None:
         done = self._systemctl(*words)

@@ -254,6 +254,8 @@ def test_a_service_is_installed_and_started(
 
     def systemctl(command: Sequence[str]) -> Ran:
         commands.append(" ".join(command))
+        if "show" in command:
+            return Ran(0, "ActiveState=active\nSubState=running\nStatusText=\n")
         return Ran(0, "inactive\n" if "is-active" in command else "running\n")
 
     def services(scope: str) -> Services:
@@ -263,7 +265,7 @@ def test_a_service_is_installed_and_started(
     assert run(GROUP, ["launch", "--systemd", "user"]) == 0
     unit = (tmp_path / "units" / "strata.service").read_text("utf-8")
     assert f"serve --config {tmp_path / 'strata.toml'}\n" in unit
-    assert commands[-1] == "systemctl --user start strata.service"
+    assert "systemctl --user start --no-block strata.service" in commands
     assert stage.became == []
     output, told = capsys.readouterr()
     assert "systemctl --user status strata" in output
