@@ -6,7 +6,7 @@
 Overhead is the time of a canonical one-token read over HTTP less the time the engine had it, the
 prompt being known. Under load three of four clients make such reads of fixed prompts, one streams
 chats; every read must have the bits of its first one, every answer must be whole. Memory and
-descriptors are those of both processes, after a tenth of the time and at the end.
+descriptors are those of all processes, after a tenth of the time and at the end.
 """
 
 from __future__ import annotations
@@ -100,11 +100,14 @@ def read_body(prompt: str) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": 1, "logprobs": 4, "allowed_token_ids": LABELS}
 
 
-async def measure_overhead(port: int, reads: int) -> dict[str, float]:
+async def measure_overhead(pid: int, port: int, reads: int) -> dict[str, float]:
     """Milliseconds of one-token reads of a known prompt, one after another."""
     connection = Connection(port)
     wall, engine = [], []
+    before = [0.0, 0.0]
     for number in range(reads + 20):
+        if number == 20:
+            before = cpu_ms(pid)
         started = time.perf_counter()
         answer = json.loads(await connection.post("/v1/completions", read_body(PROMPTS[0])))
         seconds = time.perf_counter() - started
@@ -112,14 +115,29 @@ async def measure_overhead(port: int, reads: int) -> dict[str, float]:
             wall.append(seconds * 1e3)
             engine.append(answer["timings"]["prompt_ms"] + answer["timings"]["predicted_ms"])
     over = [a - b for a, b in zip(wall, engine, strict=True)]
+    server_ms, others_ms = (a - b for a, b in zip(cpu_ms(pid), before, strict=True))
     return {
         "reads": reads,
         "wall_p50_ms": statistics.median(wall),
         "engine_p50_ms": statistics.median(engine),
         "overhead_p50_ms": statistics.median(over),
         "overhead_p99_ms": percentile(over, 0.99),
+        "wall_least_ms": min(wall),
+        "server_cpu_ms": server_ms / reads,
+        "worker_cpu_ms": others_ms / reads,
         "reads_per_s": 1e3 / statistics.fmean(wall),
     }
+
+
+def cpu_ms(pid: int) -> list[float]:
+    """Processor time of a process, and of its children together."""
+    tick_ms = 1e3 / os.sysconf("SC_CLK_TCK")
+
+    def spent(item: str) -> float:
+        fields = Path(f"/proc/{item}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) * tick_ms
+
+    return [spent(str(pid)), sum(map(spent, _children(pid)))]
 
 
 async def measure_load(
@@ -198,7 +216,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with server(options.parallel) as (pid, port):
-        overhead = asyncio.run(measure_overhead(port, options.reads))
+        overhead = asyncio.run(measure_overhead(pid, port, options.reads))
         load, usage = asyncio.run(measure_load(pid, port, options.clients, options.seconds))
     result = {
         "overhead": overhead,
