@@ -9,57 +9,25 @@ bits that it would have alone, so who shares what with whom changes no answer.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Self, TypeGuard
+from typing import Self
 
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.conversations import ConversationCache
 from strata_cli.engine.engine import Engine, Part
-from strata_cli.engine.prompt_cache import CacheRules, common_tokens
+from strata_cli.engine.prompt_cache import CacheRules
 from strata_cli.engine.session import Session
 from strata_cli.errors import Cancelled, DeviceError, OutOfMemory, StallError, StrataError
 from strata_cli.server.constraint import MakeConstraint
 from strata_cli.server.engine_errors import kind_of, out_of_host_memory
-from strata_cli.server.jobs import (
-    AnyJob,
-    Awaited,
-    Floats,
-    GenerateJob,
-    ScoreJob,
-    Send,
-    SharedReads,
-    SlotJob,
-)
+from strata_cli.server.jobs import Floats, GenerateJob, Send
 from strata_cli.server.protocol import Beat, Failed, Generate, Score, Status
-from strata_cli.server.sharing import (
-    LEAST_ADOPTED,
-    DecodeTurns,
-    SlotUse,
-    choose_slot,
-    find_company,
-    is_worth_sharing,
-    share_rows,
-)
+from strata_cli.server.score_jobs import AnyJob, ScoreJob, SharedReads, SlotJob
+from strata_cli.server.sharing import DecodeTurns, share_rows
 from strata_cli.server.tally import Tally, resident_bytes
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """A batch slot: room for one request at a time.
-
-    Attributes:
-        session: what it has read, and is kept for requests to come.
-        job: that it works for now; None: it is idle.
-        used_at: the number of requests that had begun when it was last used.
-    """
-
-    session: Session
-    job: SlotJob | None = None
-    used_at: int = 0
+from strata_cli.server.waiting import Place, Slot, WaitingLine, manner_of
 
 
 class Scheduler:
@@ -95,11 +63,9 @@ class Scheduler:
         self._engine = engine
         self._send = send
         self._make_constraint = make_constraint
-        self._waiting: deque[AnyJob] = deque()
         self._cancellations: dict[str, Cancellation] = {}
         self._turns = DecodeTurns()
         self._tally = Tally()
-        self._begun = 0
         self._pending_tokens = 0
         self._scores_are_next = False
         rules = rules or CacheRules()
@@ -110,11 +76,12 @@ class Scheduler:
                 for _ in range(parallel)
             ]
             self._resources = resources.pop_all()
+        self._line = WaitingLine(self._slots, engine, send)
 
     @property
     def is_busy(self) -> bool:
         """Whether turn() has anything to do. Any thread may ask."""
-        return bool(self._waiting) or any(slot.job is not None for slot in self._slots)
+        return bool(self._line.jobs) or any(slot.job is not None for slot in self._slots)
 
     def expect(self, request_id: str) -> None:
         """Before submit(): from now on the request can be cancelled. Any thread."""
@@ -133,10 +100,10 @@ class Scheduler:
 
     def status(self) -> Status:
         """What is going on. Any thread."""
-        jobs = [slot.job for slot in self._slots if slot.job is not None]
+        jobs = self._at_work()
         generating = sum(isinstance(job, GenerateJob) and not job.is_reading for job in jobs)
         return Status(
-            waiting=len(self._waiting),
+            waiting=len(self._line.jobs),
             reading=sum(len(_members(job)) for job in jobs) - generating,
             generating=generating,
             counters=self._tally.counters(self._engine.residency_counts),
@@ -154,8 +121,7 @@ class Scheduler:
         job = self._job(request, cancellation)
         with self._answering(job):
             job.check(self._engine)
-            self._waiting.append(job)
-            self._awaits(job, known_tokens=0)
+            self._line.add(job)
 
     def turn(self) -> None:
         """One pass of the engine, at most.
@@ -165,8 +131,9 @@ class Scheduler:
             StallError: likewise.
         """
         self._drop_cancelled()
-        self._admit()
-        jobs = [slot.job for slot in self._slots if slot.job is not None]
+        while (place := self._line.next_place()) is not None:
+            self._begin(place)
+        jobs = self._at_work()
         reading = [job for job in jobs if job.is_reading]
         scoring = [job for job in jobs if not isinstance(job, GenerateJob) and not job.is_reading]
         generating = [job for job in jobs if isinstance(job, GenerateJob) and not job.is_reading]
@@ -196,98 +163,22 @@ class Scheduler:
             return GenerateJob(request, cancellation, self._send, self._make_constraint)
         return ScoreJob(request, cancellation, self._send)
 
+    def _at_work(self) -> list[SlotJob]:
+        # Another thread may ask: the job that is seen is the one that is taken.
+        return [job for slot in self._slots if (job := slot.job) is not None]
+
     def _drop_cancelled(self) -> None:
-        at_work = [slot.job for slot in self._slots if slot.job is not None]
-        for job in [*self._waiting, *chain.from_iterable(map(_members, at_work))]:
+        for job in [*self._line.jobs, *chain.from_iterable(map(_members, self._at_work()))]:
             if job.cancellation.is_cancelled:
                 self._cancelled(job)
 
-    def _admit(self) -> None:
-        """Give idle slots to those that wait, unless what they need is just being read."""
-        for job in list(self._waiting):
-            idle = [slot for slot in self._slots if slot.job is None]
-            if not idle:
-                return
-            if job not in self._waiting or self._is_awaited(job):  # or it keeps one company
-                continue
-            with self._manner([job]):
-                uses = [self._use(slot, job) for slot in idle]
-            if not self._awaits(job, len(job.ids) - min(use.read_tokens for use in uses)):
-                self._waiting.remove(job)
-                best = choose_slot(uses)
-                self._begin(job, idle[best], uses[best])
-
-    def _is_awaited(self, job: AnyJob) -> bool:
-        """Whether what a job waits for is still being read."""
-        wait = job.awaited
-        if wait is None or all(slot.job is not wait.job for slot in self._slots):
-            return False
-        reading = wait.job.reading
-        assert reading is not None
-        return not reading.is_over and (_is_lone(job) or reading.position < wait.position)
-
-    def _awaits(self, job: AnyJob, known_tokens: int) -> bool:
-        """Whether a slot at work will soon know much more of a job's prompt, which waits for it.
-
-        That slot leaves a checkpoint where the prompts part.
-        """
-        for slot in self._slots:
-            other = slot.job
-            if not job.reuse or other is None or other.reading is None or not other.is_reading:
-                continue
-            if job.canonical and not other.canonical:  # which may leave what is not exact
-                continue
-            is_same = other.ids == job.ids and other.wants_logits
-            common = common_tokens(other.ids, job.ids)
-            common = common if is_same else min(common, len(job.ids) - 1)
-            is_worth = is_worth_sharing(common - known_tokens, job.ids)
-            if is_worth and other.reading.cut(common):
-                job.awaited = Awaited(other, common)
-                if self._is_awaited(job):
-                    return True
-        return False
-
-    def _begin(self, job: AnyJob, slot: Slot, use: SlotUse) -> None:
-        with self._manner([job]):
-            chosen = self._with_company(job) if use.read_tokens else job
-            slot.job = chosen
-            self._begun += 1
-            slot.used_at = self._begun
-            with self._answering(chosen):
-                if use.adopts_from is not None:
-                    donor = self._slots[use.adopts_from].session
-                    slot.session.adopt(donor, job.ids, wants_logits=job.wants_logits)
-                chosen.begin(slot.session)
-                self._go_on(chosen)
-
-    def _use(self, slot: Slot, job: AnyJob) -> SlotUse:
-        session, ids, wants = slot.session, job.ids, job.wants_logits
-        known, adopts_from = 0, None
-        if job.reuse:
-            known = session.known_tokens(ids, wants_logits=wants)
-            for number, other in enumerate(self._slots):
-                kept = 0 if other is slot else other.session.kept_tokens(ids, wants_logits=wants)
-                if kept >= known + LEAST_ADOPTED:
-                    known, adopts_from = kept, number
-        live = session.sequence.cached_ids
-        lost = len(live) - common_tokens(live, ids)
-        return SlotUse(len(ids) - known, lost, self._begun - slot.used_at, adopts_from)
-
-    def _with_company(self, job: AnyJob) -> SlotJob:
-        """A lone read and those that wait and begin alike; others stay alone."""
-        if not _is_lone(job):
-            return job
-        others = [
-            other for other in self._waiting if _is_lone(other) and other.canonical == job.canonical
-        ]
-        most_rows = self._engine.chunk_tokens
-        company = find_company(job.ids, [other.ids for other in others], most_rows)
-        if not company.others:
-            return job
-        members = [job, *(others[number] for number in company.others)]
-        for member in members[1:]:
-            self._waiting.remove(member)
-        return SharedReads(members, company.shared_tokens, most_rows, self._send)
+    def _begin(self, place: Place) -> None:
+        job, slot, donor = place
+        with manner_of(self._engine, [job]), self._answering(job):
+            if donor is not None:
+                slot.session.adopt(donor.session, job.ids, wants_logits=job.wants_logits)
+            job.begin(slot.session)
+            self._go_on(job)
 
     def _read(self, reading: Sequence[SlotJob], generating: Sequence[GenerateJob]) -> None:
         """A piece of every prompt, and a step of every answer unless they leave too few rows."""
@@ -320,7 +211,7 @@ class Scheduler:
 
     def _score(self, job: ScoreJob | SharedReads) -> None:
         started, answers = time.perf_counter(), list[tuple[GenerateJob, Floats]]()
-        with self._working([job], self._engine.chunk_tokens), self._manner([job]):
+        with self._working([job], self._engine.chunk_tokens), manner_of(self._engine, [job]):
             if isinstance(job, SharedReads):
                 answers = job.advance()
             else:
@@ -339,7 +230,10 @@ class Scheduler:
         # In the middle of a pass only its one job may end it: others would lose their places.
         cancellation = jobs[0].cancellation if len(jobs) == 1 else NEVER
         rows: list[Floats | None] = []
-        with self._working(jobs, sum(len(part.ids) for part in parts)), self._manner(jobs):
+        with (
+            self._working(jobs, sum(len(part.ids) for part in parts)),
+            manner_of(self._engine, jobs),
+        ):
             rows = self._engine.read_together(parts, cancellation=cancellation)
         return rows
 
@@ -363,11 +257,6 @@ class Scheduler:
             if not isinstance(job, SharedReads):
                 self._tally.add(job)
             self._forget(job)
-
-    def _manner(self, jobs: Sequence[SlotJob]) -> AbstractContextManager[None]:
-        """A pass is canonical for all if it is for one."""
-        is_canonical = any(job.canonical for job in jobs)
-        return self._engine.canonical() if is_canonical else nullcontext()
 
     @contextmanager
     def _working(self, jobs: Sequence[SlotJob], num_tokens: int) -> Iterator[None]:
@@ -418,8 +307,8 @@ class Scheduler:
 
     def _forget(self, job: SlotJob) -> None:
         """A job is over; its slot keeps what it has read, and is idle when nobody shares it."""
-        if not isinstance(job, SharedReads) and job in self._waiting:
-            self._waiting.remove(job)
+        if not isinstance(job, SharedReads):
+            self._line.remove(job)
         for slot in self._slots:
             if isinstance(slot.job, SharedReads) and job in slot.job.members:
                 slot.job.members.remove(job)
@@ -427,10 +316,6 @@ class Scheduler:
                 slot.job = None
         if not isinstance(job, SharedReads):
             self._cancellations.pop(job.name, None)
-
-
-def _is_lone(job: AnyJob) -> TypeGuard[GenerateJob]:
-    return isinstance(job, GenerateJob) and job.is_lone_read
 
 
 def _members(job: SlotJob) -> list[AnyJob]:

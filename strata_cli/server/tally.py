@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
-from strata_cli.server.jobs import AnyJob, GenerateJob
+from strata_cli.server.jobs import GenerateJob
 from strata_cli.server.protocol import Counters, ExpertCounters
+from strata_cli.server.score_jobs import AnyJob
 
 STATM = Path("/proc/self/statm")
 

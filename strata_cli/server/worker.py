@@ -32,6 +32,7 @@ from strata_cli.server.protocol import (
     Score,
     StatusRequest,
     Stop,
+    ToWorker,
 )
 from strata_cli.server.worker_channel import Channel
 
@@ -191,24 +192,30 @@ class EngineWorker:
             scheduler.submit(request)
 
     def _listen(self) -> None:
-        """Stops and questions are answered at once, requests go to the main thread."""
-        while True:
-            try:
-                message = self._channel.receive()
-            except ProtocolError:
-                logger.exception("the server cannot be understood")
-                break
-            scheduler = self._scheduler
-            if isinstance(message, Generate | Score) and scheduler is not None:
-                scheduler.expect(message.request_id)
-                self._inbox.put(message)
-            elif isinstance(message, Stop) and scheduler is not None:
-                scheduler.cancel(message.request_id)
-            elif isinstance(message, StatusRequest) and scheduler is not None:
-                self._channel.send(scheduler.status())
-            else:
-                break  # a Shutdown, or the end of the server
-        self._end()
+        """Until the server wants no more or is gone; whatever happens here, the process ends."""
+        try:
+            while self._hear(self._channel.receive()):
+                pass
+        except ProtocolError:
+            logger.exception("the server cannot be understood")
+        finally:
+            self._end()
+
+    def _hear(self, message: ToWorker | None) -> bool:
+        """Answer stops and questions at once, hand requests to the main thread; False: the end."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return False
+        if isinstance(message, Generate | Score):
+            scheduler.expect(message.request_id)
+            self._inbox.put(message)
+        elif isinstance(message, Stop):
+            scheduler.cancel(message.request_id)
+        elif isinstance(message, StatusRequest):
+            self._channel.send(scheduler.status())
+        else:
+            return False
+        return True
 
     def _end(self) -> None:
         self._inbox.put(None)

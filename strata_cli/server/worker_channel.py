@@ -6,14 +6,8 @@ import contextlib
 import socket
 import threading
 
-from strata_cli.server.protocol import (
-    LENGTH_BYTES,
-    FromWorker,
-    ToWorker,
-    body_length,
-    encode,
-    worker_decoder,
-)
+from strata_cli.server.framing import LENGTH_BYTES, body_length, encode, worker_decoder
+from strata_cli.server.protocol import FromWorker, ToWorker
 
 
 class Channel:

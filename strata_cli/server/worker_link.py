@@ -9,14 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Self
 
-from strata_cli.server.protocol import (
-    LENGTH_BYTES,
-    FromWorker,
-    ToWorker,
-    body_length,
-    encode,
-    server_decoder,
-)
+from strata_cli.server.framing import LENGTH_BYTES, body_length, encode, server_decoder
+from strata_cli.server.protocol import FromWorker, ToWorker
 
 # -I keeps the working folder out of the worker's search path; it gets this process's own instead.
 _BOOT = (

@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 
 from strata_cli.config import StrataConfig
 from strata_cli.engine.decode.sampling import Sampler
-from strata_cli.server import protocol
-from strata_cli.server.protocol import (
+from strata_cli.server import framing
+from strata_cli.server.framing import (
     LENGTH_BYTES,
+    body_length,
+    encode,
+    server_decoder,
+    worker_decoder,
+)
+from strata_cli.server.protocol import (
     Generate,
     Message,
     Open,
@@ -23,10 +29,6 @@ from strata_cli.server.protocol import (
     Ranked,
     Score,
     Token,
-    body_length,
-    encode,
-    server_decoder,
-    worker_decoder,
 )
 
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -98,7 +100,7 @@ def test_fields_that_cannot_be_are_refused() -> None:
 
 
 def test_a_message_may_not_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "LARGEST_BYTES", 200)
+    monkeypatch.setattr(framing, "LARGEST_BYTES", 200)
     with pytest.raises(ProtocolError, match="longer than the 200 allowed"):
         encode(Generate(prompt=(10**6,) * 100, max_tokens=1))
     with pytest.raises(ProtocolError, match="of 201 bytes"):

@@ -22,6 +22,7 @@ from strata_cli.engine.prompt_cache import CacheRules
 from strata_cli.engine.reading import ReadRequest, read
 from strata_cli.errors import DeviceError, OutOfMemory
 from strata_cli.models import DEMO_MODEL_PATH
+from strata_cli.server.framing import encode
 from strata_cli.server.protocol import (
     Done,
     Failed,
@@ -34,7 +35,6 @@ from strata_cli.server.protocol import (
     Score,
     Scores,
     Token,
-    encode,
 )
 from strata_cli.server.scheduler import Scheduler
 
