@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Tensor
+from strata_cli.engine.kernels.combine_write import can_combine_write, combine_write_norm
 from strata_cli.engine.kernels.hyper import (
     LOWRANK_SILU,
     STREAM_MIX,
@@ -23,6 +24,7 @@ from strata_cli.engine.kernels.hyper import (
 )
 from strata_cli.engine.kernels.inject import can_mix_inject, inject_parts, stream_mix_inject
 from strata_cli.engine.kernels.matmul import matmul, round_rows
+from strata_cli.engine.kernels.moe import CombineOperands, combine
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType
 from strata_cli.errors import ShapeError
@@ -236,3 +238,37 @@ def test_an_inject_beside_the_mix_has_the_bits_of_a_product(
         written.append([gpu_lab.get(each) for each in (once, twice, after)])
     for own, expected in zip(*written, strict=True):
         np.testing.assert_array_equal(own, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_tokens", "num_streams", "size", "parts"),
+    [(1, 4, 2560, 40), (3, 2, 64, 0), (32, 4, 100, 7)],
+)
+def test_experts_straight_into_the_streams_have_the_bits_of_both(
+    gpu_lab: Lab, num_tokens: int, num_streams: int, size: int, parts: int
+) -> None:
+    lab, top_k, width = gpu_lab, 5, num_streams * size
+    order = np.random.default_rng(0).permutation(num_tokens * top_k).astype(np.int32)
+    operands = CombineOperands(
+        lab.put(normal(1, num_tokens * top_k, size)),
+        lab.put(order.reshape(num_tokens, top_k)),
+        lab.put(normal(2, num_tokens, top_k)),
+        lab.put(normal(3, num_tokens, size)),
+        lab.put(normal(4, num_tokens, 1)),
+    )
+    shape = (num_tokens, num_streams)
+    inject, norm = (
+        lab.put(normal(5, *((parts,) if parts else ()), *shape)),
+        lab.put(normal(6, width)),
+    )
+    streams = normal(7, *shape, size)
+    x, expected = lab.put(streams), lab.put(streams)
+    normed, after = (lab.empty((num_tokens, width)) for _ in range(2))
+    assert can_combine_write(lab.stream, x, norm)
+    combine_write_norm(lab.stream, operands, x, inject, norm, EPS, normed)
+    out = lab.empty((num_tokens, size))
+    combine(lab.stream, *operands, out)
+    stream_write_norm(lab.stream, expected, out, inject, norm, EPS, after)
+    np.testing.assert_array_equal(lab.get(x), lab.get(expected))
+    np.testing.assert_array_equal(lab.get(normed), lab.get(after))

@@ -39,6 +39,7 @@ from strata_cli.engine.forward.workspace import Workspace
 from strata_cli.engine.kernels import attention as attention_kernels
 from strata_cli.engine.kernels import gdn as gdn_kernels
 from strata_cli.engine.kernels import hyper, indexer, moe, ngram, rope
+from strata_cli.engine.kernels.combine_write import can_combine_write, combine_write_norm
 from strata_cli.engine.kernels.embed import embed_streams
 from strata_cli.engine.kernels.inject import can_mix_inject, inject_parts, stream_mix_inject
 from strata_cli.engine.kernels.mailbox import post_pairs, take_rows
@@ -175,8 +176,8 @@ class Forward:
             out = self._attention(index, layer.attention, batch, y)
         self._write(x, out, y.inject, layer.ffn_read.norm)
         y = self._read(layer.ffn_read, x, is_normed=True)
-        out = self._moe(index, layer.moe, y, feed or self._residents(batch.num_tokens))
-        self._write(x, out, y.inject, self._norm_ahead(index + 1))
+        combined = self._moe(index, layer.moe, y, feed or self._residents(batch.num_tokens))
+        self._combine(x, combined, y.inject, self._norm_ahead(index + 1))
 
     def head(self, start: int, stop: int) -> Tensor:
         """Enqueue the final read and the head for rows start..stop of the last pass.
@@ -400,7 +401,9 @@ class Forward:
         experts = [layer.moe.experts for layer in self.weights.layers]
         return ResidentFeed(experts, num_tokens * self.spec.num_experts_per_tok)
 
-    def _moe(self, index: int, weights: MoeWeights, read: LayerInput, feed: ExpertFeed) -> Tensor:
+    def _moe(
+        self, index: int, weights: MoeWeights, read: LayerInput, feed: ExpertFeed
+    ) -> moe.CombineOperands:
         """Enqueue a layer's experts. What does not depend on the routing fills the wait for it."""
         take, num, stream = self.workspace.take, read.values.shape[0], self.stream
         router, ids = take("router", num), self._expert_ids(index, num)
@@ -441,11 +444,22 @@ class Forward:
             self._shared(gate, up, shared_down, shared_out)
         for group in feed.groups(index):
             self._routed(experts, read, row_of, start, group)
-        out = take("out", num)
         if split is not None:
             self._take_the_others(index, split, start, expert_out)
-        moe.combine(stream, expert_out, pair_of, places, shared_out, shared_logit, out)
-        return out
+        return moe.CombineOperands(expert_out, pair_of, places, shared_out, shared_logit)
+
+    def _combine(
+        self, x: Tensor, combined: moe.CombineOperands, inject: Tensor, norm: Tensor | None
+    ) -> None:
+        """Enqueue the sum of a layer's experts, and its write to the streams."""
+        num, stream = x.shape[0], self.stream
+        if norm is not None and can_combine_write(stream, x, norm):
+            normed, eps = self.workspace.take("normed", num), self.spec.rms_eps
+            combine_write_norm(stream, combined, x, inject, norm, eps, normed)
+            return
+        out = self.workspace.take("out", num)
+        moe.combine(stream, *combined, out)
+        self._write(x, out, inject, norm)
 
     def _shared(self, gate: Tensor, up: Tensor, down: Weight, out: Tensor) -> None:
         """Enqueue the shared expert's last product; gate and up are used up."""

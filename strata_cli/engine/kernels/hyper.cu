@@ -58,6 +58,20 @@ struct Quads {
         }
     }
 
+    // Adds factor times another row, and stores that.
+    __device__ void write(float *row, const float4 (&added)[MOST_QUADS], float factor,
+                          long long size) {
+#pragma unroll
+        for (int i = 0; i < MOST_QUADS; i++) {
+            if (quad(i) >= size) continue;
+            v[i].x = fmaf(factor, added[i].x, v[i].x);
+            v[i].y = fmaf(factor, added[i].y, v[i].y);
+            v[i].z = fmaf(factor, added[i].z, v[i].z);
+            v[i].w = fmaf(factor, added[i].w, v[i].w);
+            store4(row + quad(i), v[i]);
+        }
+    }
+
     // The norm of the row, by all threads of the block.
     __device__ void norm(float eps, float *out, unsigned *rounded, long long size) const {
         float own = 0.0f;
@@ -220,16 +234,7 @@ extern "C" __global__ void stream_write_norm(float *x, const float *out, const f
 #pragma unroll
         for (int i = 0; i < MOST_QUADS; i++)
             if (quad(i) < size) added[i] = load4(out + quad(i));
-#pragma unroll
-        for (int i = 0; i < MOST_QUADS; i++) {
-            if (quad(i) >= size) continue;
-            float4 &v = quads.v[i];
-            v.x = fmaf(factor, added[i].x, v.x);
-            v.y = fmaf(factor, added[i].y, v.y);
-            v.z = fmaf(factor, added[i].z, v.z);
-            v.w = fmaf(factor, added[i].w, v.w);
-            store4(x + quad(i), v);
-        }
+        quads.write(x, added, factor, size);
         quads.norm(eps, normed, half, size);
         return;
     }
@@ -238,4 +243,32 @@ extern "C" __global__ void stream_write_norm(float *x, const float *out, const f
         x[d] = row[d] = fmaf(factor, out[d], x[d]);
     __syncthreads();
     norm_row(row, weight, eps, normed, half, size, wide);
+}
+
+// combine_write_norm: combine of moe.cu, then stream_write_norm of what it gives, for few tokens
+//   expert_out [P,D], pair_of [T,k] i32, weights [T,k], shared_out [T,D], shared_logit [T] f32; x
+//   and the others as stream_write_norm's; D at most 12 * NORM_THREADS, all rows multiples of 16
+//   bytes grid (T*S), block NORM_THREADS; each stream of a token combines again: a launch takes
+//   longer
+extern "C" __global__ void combine_write_norm(const float *expert_out, const int *pair_of,
+                                              const float *weights, const float *shared_out,
+                                              const float *shared_logit, float *x,
+                                              const float *injects, const float *weight, float eps,
+                                              float *normed, long long top_k, long long num_streams,
+                                              long long size, long long parts, long long divisor) {
+    start_early();
+    const Inject inject = {injects, parts, divisor, num_streams, gridDim.x / num_streams};
+    const long long token = blockIdx.x / num_streams, s = blockIdx.x % num_streams;
+    x += blockIdx.x * size;
+    Quads quads;
+    quads.load(x, weight + s * size, size);
+    const float gate = sigmoid_fast(shared_logit[token]);
+    float4 added[MOST_QUADS];
+#pragma unroll
+    for (int i = 0; i < MOST_QUADS; i++)
+        if (quad(i) < size)
+            added[i] = combined(expert_out, pair_of + token * top_k, weights + token * top_k, top_k,
+                                shared_out + token * size, gate, size, quad(i));
+    quads.write(x, added, inject.weight(token, s), size);
+    quads.norm(eps, normed + blockIdx.x * size, nullptr, size);
 }

@@ -98,7 +98,7 @@ def stream_write_norm(
     num_tokens, num_streams, size = x.shape
     expect("stream_write_norm x", x, x.shape)
     expect("stream_write_norm out", out, (num_tokens, size))
-    parts = _expect_inject("stream_write_norm inject", inject, num_tokens, num_streams)
+    parts = expect_inject("stream_write_norm inject", inject, num_tokens, num_streams)
     expect("stream_write_norm weight", weight, (num_streams * size,))
     expect("stream_write_norm normed", normed, (num_tokens, num_streams * size))
     halves = halves_of("stream_write_norm", rounded, normed)
@@ -178,12 +178,12 @@ def stream_write(stream: Stream, x: Tensor, out: Tensor, inject: Tensor) -> None
     num_tokens, num_streams, size = x.shape
     expect("stream_write x", x, x.shape)
     expect("stream_write out", out, (num_tokens, size))
-    parts = _expect_inject("stream_write inject", inject, num_tokens, num_streams)
+    parts = expect_inject("stream_write inject", inject, num_tokens, num_streams)
     launch = _by_columns(x.shape, *parts)
     stream.launch(STREAM_WRITE, launch, x, out, inject)
 
 
-def _expect_inject(name: str, inject: Tensor, num_tokens: int, num_streams: int) -> tuple[int, int]:
+def expect_inject(name: str, inject: Tensor, num_tokens: int, num_streams: int) -> tuple[int, int]:
     """Check an inject; returns how many parts it has, and what their sum is divided by."""
     parts = inject.shape[:-2]
     expect(name, inject, (*parts, num_tokens, num_streams))

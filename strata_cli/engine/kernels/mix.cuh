@@ -1,4 +1,4 @@
-// What the mix of the streams does with a few columns, and writing a row twice.
+// What the mix of the streams and of experts do with a few columns, and writing a row twice.
 #pragma once
 #include "lanes.cuh"
 #include "pairs.cuh"
@@ -45,4 +45,20 @@ __device__ inline void mix_columns(const float *gate, const float *normed, float
             put1(out, half, d, total * share);
         }
     }
+}
+
+__device__ inline float4 add_scaled(float weight, float4 v, float4 total) {
+    return make_float4(fmaf(weight, v.x, total.x), fmaf(weight, v.y, total.y),
+                       fmaf(weight, v.z, total.z), fmaf(weight, v.w, total.w));
+}
+
+// Four columns of a token's experts, in the order of their ranks, then of the gated shared one.
+__device__ inline float4 combined(const float *expert_out, const int *pair_of, const float *weights,
+                                  long long top_k, const float *shared_out, float gate,
+                                  long long size, long long first) {
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 10
+    for (int rank = 0; rank < static_cast<int>(top_k); rank++)
+        total = add_scaled(weights[rank], load4(expert_out + pair_of[rank] * size + first), total);
+    return add_scaled(gate, load4(shared_out + first), total);
 }

@@ -2,6 +2,7 @@
 //   T tokens, E experts, k experts per token, P = T * k pairs, D hidden_size, F expert width
 #include "lanes.cuh"
 #include "math32.cuh"
+#include "mix.cuh"
 #include "overlap.cuh"
 #include "pairs.cuh"
 #include "route.cuh"
@@ -156,11 +157,6 @@ extern "C" __global__ void swiglu(const float *gate, const float *up, float *out
     }
 }
 
-__device__ inline float4 add_scaled(float weight, float4 v, float4 total) {
-    return make_float4(fmaf(weight, v.x, total.x), fmaf(weight, v.y, total.y),
-                       fmaf(weight, v.z, total.z), fmaf(weight, v.w, total.w));
-}
-
 // combine: out = sum over ranks, in order, of weight * its expert's row, then + the gated shared
 // one
 //   expert_out [P,D] f32, pair_of [T,k] i32, weights [T,k] f32, shared_out [T,D] f32,
@@ -180,12 +176,8 @@ extern "C" __global__ void combine(const float *expert_out, const int *pair_of,
     out += token * size;
     const float gate = sigmoid_fast(shared_logit[token]);
     if (is_wide(size, expert_out, shared_out, out)) {
-        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 10
-        for (int rank = 0; rank < static_cast<int>(top_k); rank++)
-            total =
-                add_scaled(weights[rank], load4(expert_out + pair_of[rank] * size + first), total);
-        store4(out + first, add_scaled(gate, load4(shared_out + first), total));
+        store4(out + first,
+               combined(expert_out, pair_of, weights, top_k, shared_out, gate, size, first));
     } else {
         for (long long d = first; d < min(first + 4, size); d++) {
             float total = 0.0f;

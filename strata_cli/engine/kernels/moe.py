@@ -78,6 +78,31 @@ class RouteOperands(NamedTuple):
         return num_experts
 
 
+class CombineOperands(NamedTuple):
+    """What combine reads; see there."""
+
+    expert_out: Tensor
+    pair_of: Tensor
+    weights: Tensor
+    shared_out: Tensor
+    shared_logit: Tensor
+
+    def check(self, num_tokens: int, size: int) -> int:
+        """Experts of a token.
+
+        Raises:
+            ShapeError: one has another shape or type.
+        """
+        expect_rank("combine pair_of", self.pair_of, 2)
+        top_k = self.pair_of.shape[1]
+        expect("combine expert_out", self.expert_out, (num_tokens * top_k, size))
+        expect("combine pair_of", self.pair_of, (num_tokens, top_k), I32)
+        expect("combine weights", self.weights, (num_tokens, top_k))
+        expect("combine shared_out", self.shared_out, (num_tokens, size))
+        expect("combine shared_logit", self.shared_logit, (num_tokens, 1))
+        return top_k
+
+
 class Ranked(NamedTuple):
     """An order of the experts: rank_of int32 [E]; ranks int32 [T, k] is scratch for relabel."""
 
@@ -275,14 +300,10 @@ def combine(
     Raises:
         ShapeError: an argument has another shape or type.
     """
-    expect_rank("combine pair_of", pair_of, 2)
     expect_rank("combine out", out, 2)
-    (num_tokens, top_k), size = pair_of.shape, out.shape[1]
-    expect("combine expert_out", expert_out, (num_tokens * top_k, size))
-    expect("combine pair_of", pair_of, pair_of.shape, I32)
-    expect("combine weights", weights, pair_of.shape)
-    expect("combine shared_out", shared_out, (num_tokens, size))
-    expect("combine shared_logit", shared_logit, (num_tokens, 1))
+    num_tokens, size = out.shape
+    operands = CombineOperands(expert_out, pair_of, weights, shared_out, shared_logit)
+    top_k = operands.check(num_tokens, size)
     expect("combine out", out, (num_tokens, size))
     launch = Launch(
         items=num_tokens,
@@ -292,7 +313,7 @@ def combine(
         extents=(top_k, size),
         early=True,
     )
-    stream.launch(COMBINE, launch, expert_out, pair_of, weights, shared_out, shared_logit, out)
+    stream.launch(COMBINE, launch, *operands, out)
 
 
 def _expect_route(logits: Tensor, ids: Tensor, weights: Tensor) -> int:
