@@ -29,6 +29,7 @@ class PromptTokenizer:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._memory = tokenizer.memory()
         self.chat_template = None if template is None else template.source
         self.protect(())
 
@@ -66,6 +67,10 @@ class PromptTokenizer:
             hidden, add_generation_prompt=add_generation_prompt, tools=None, **variables
         )
 
+    def shown(self, text: str) -> str:
+        """A text of protect() as it stands in a rendered prompt."""
+        return text if self._template is None else self._shield.hide(text)
+
     def prompt_ids(self, text: str) -> list[int]:
         """Token ids of a whole prompt, as AnyJev rendered it.
 
@@ -73,9 +78,13 @@ class PromptTokenizer:
             InputError: the text has half a surrogate pair.
         """
         if self._template is None:
-            return self._tokenizer.encode(text, parse_special=False)
+            return self._tokenizer.encode(text, parse_special=False, memory=self._memory)
         return self._tokenizer.encode(
-            text, parse_special=True, add_bos=False, restore=self._shield.restore
+            text,
+            parse_special=True,
+            add_bos=False,
+            restore=self._shield.restore,
+            memory=self._memory,
         )
 
     def continuation(self, prompt: str, text: str) -> list[int]:
