@@ -341,6 +341,12 @@ class StrataConfig:
     lazy_load: bool = setting(
         False, "Let the first request load the model, not the server's start.", parse=boolean
     )
+    idle_unload_s: float = setting(
+        0.0,
+        "Seconds without a request after which the server gives the model's memory back; "
+        "0 keeps it. The next request loads it again.",
+        parse=number(0),
+    )
     state_hash: bool = setting(
         False, "Report the hash of every part of the sequence's state.", parse=boolean
     )

@@ -27,6 +27,7 @@ SERVER_SETTINGS = (
     "request_timeout_s",
     "engine_silence_s",
     "lazy_load",
+    "idle_unload_s",
 )
 CACHE_SETTINGS = (
     "prompt_cache",

@@ -38,11 +38,17 @@ class RequestQueue:
         self._running = 0
         self._line: deque[asyncio.Future[None]] = deque()
         self._turn_s = 0.0
+        self._left_at = time.monotonic()
 
     @property
     def entered(self) -> int:
         """Requests inside: answered now, or waiting."""
         return self._entered
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last request left; 0 while one is inside."""
+        return 0.0 if self._entered else time.monotonic() - self._left_at
 
     @property
     def running(self) -> int:
@@ -69,6 +75,7 @@ class RequestQueue:
             yield
         finally:
             self._entered -= 1
+            self._left_at = time.monotonic()
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -20,6 +20,7 @@ from strata_cli.server.app import create_app
 from strata_cli.server.asking import SamplingDefaults
 from strata_cli.server.connections import connections_of
 from strata_cli.server.engine_process import EngineProcess
+from strata_cli.server.idling import unload_when_idle
 from strata_cli.server.limits import Limits
 from strata_cli.server.listening import listen, url
 from strata_cli.server.notify import Notifier
@@ -154,7 +155,8 @@ async def _serve(
     config: StrataConfig, texts: ModelTexts, sockets: list[socket.socket], around: Surroundings
 ) -> None:
     engine = EngineProcess(config, silence_s=config.engine_silence_s)
-    server = new_server(service_of_config(config, texts, engine))
+    service = service_of_config(config, texts, engine)
+    server = new_server(service)
     address = url(config.host, sockets)
 
     loop = asyncio.get_running_loop()
@@ -169,6 +171,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     beats = asyncio.create_task(around.notifier.beat())
+    idling = asyncio.create_task(unload_when_idle(engine, service.queue, config.idle_unload_s))
     serving = asyncio.create_task(server.serve(sockets))
     try:
         await server.listens.wait()
@@ -182,6 +185,7 @@ async def _serve(
         server.stop()
         await asyncio.wait([serving])
         beats.cancel()
+        idling.cancel()
         closing.set()
         await ending
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from strata_cli.models import DEMO_MODEL_PATH
+from strata_cli.server.app import create_app
 from strata_cli.server.asking import SamplingDefaults
+from strata_cli.server.idling import unload_when_idle
 from strata_cli.server.protocol import Counters, ExpertCounters, Status
+from strata_cli.server.queue import RequestQueue
 from strata_cli.server.texts import ModelTexts
 from tests.server.asgi import ask, get, post
-from tests.server.fake_engine import FakeEngine, new_app, tokenizer
+from tests.server.fake_engine import FakeEngine, new_app, new_service, tokenizer
 
 WORLD = tokenizer().encode(" world", parse_special=False)
 
@@ -87,6 +90,35 @@ def test_a_model_in_use_is_not_unloaded() -> None:
         assert (await task).status == 200
 
     asyncio.run(run())
+
+
+def is_ready(engine: FakeEngine) -> bool:
+    return engine.state == "ready"
+
+
+def test_a_model_that_nobody_uses_is_unloaded_and_one_in_use_is_not() -> None:
+    async def run() -> None:
+        engine = FakeEngine(WORLD)
+        engine.waits = asyncio.Event()
+        service = new_service(engine)
+        app = create_app(service)
+        idling = asyncio.create_task(unload_when_idle(service.engine, service.queue, 0.01))
+        task = asyncio.create_task(post(app, "/v1/completions", {"prompt": "hello"}))
+        while not engine.asked:
+            await asyncio.sleep(0)
+        assert service.queue.idle_s == 0
+        assert is_ready(engine)
+        engine.waits.set()
+        assert (await task).status == 200
+        while is_ready(engine):
+            await asyncio.sleep(0)
+        assert (await post(app, "/v1/load", {})).json["loaded"] is True
+        while is_ready(engine):
+            await asyncio.sleep(0)
+        idling.cancel()
+
+    asyncio.run(run())
+    asyncio.run(unload_when_idle(new_service(FakeEngine()).engine, RequestQueue(1, 1), 0))
 
 
 def test_a_request_loads_what_was_never_loaded() -> None:
