@@ -189,6 +189,24 @@ def test_rows_that_a_plain_read_wrote_again_are_not_exact(deviating: Engine, exa
             exact.check(TEXT[:40], sequence.prefill(TEXT[20:40]))
 
 
+@pytest.mark.parametrize("is_parked", [False, True])
+def test_checkpoints_over_rows_that_were_written_again_are_not_exact(
+    deviating: Engine, exact: Exact, is_parked: bool
+) -> None:
+    with Session(deviating, RULES) as session:
+        ask(session, TEXT[:40], canonical=True)
+        plain = ReadRequest(ids=TEXT[:40], top=1, deterministic=False, reuse=False)
+        reading.read_in(session, plain)
+        if is_parked:
+            ask(session, OTHER[:60], canonical=False)
+        assert ask(session, TEXT[:34], canonical=False) == 32
+        assert exactness(session.sequence) == (False, 0)
+        with deviating.canonical():
+            logits, reused = session.read(TEXT[:35])
+        exact.check(TEXT[:35], logits)
+        assert reused == 0
+
+
 def test_suffixes_are_canonical_one_by_one(deviating: Engine, exact: Exact) -> None:
     suffixes = [OTHER[:3], TEXT[:7], OTHER[5:12]]
     for deterministic in (None, False):
