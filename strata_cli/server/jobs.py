@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.cancelling import Cancellation
 from strata_cli.engine.decode.sampling import choose
-from strata_cli.engine.engine import Engine, Part
+from strata_cli.engine.engine import Engine, Part, Sequence
 from strata_cli.engine.prompt_reading import PromptReading
 from strata_cli.engine.reading import is_canonical, is_stuck, next_token_logprobs
 from strata_cli.engine.session import Session
@@ -102,6 +102,12 @@ class Job:
     def is_reading(self) -> bool:
         """Whether its prompt is not read yet."""
         return self.reading is not None and not self.reading.is_over
+
+    @property
+    def live(self) -> Sequence:
+        """The sequence that it is read into, once it is begun."""
+        assert self.session is not None
+        return self.session.sequence
 
     @property
     def left_tokens(self) -> int:
@@ -225,8 +231,7 @@ class GenerateJob(Job):
 
     def step(self) -> Part:
         """Its last token, for a pass."""
-        assert self.session is not None
-        return Part(self.session.sequence, [self.generated[-1]])
+        return Part(self.live, [self.generated[-1]])
 
     def advance(self, logits: Floats) -> None:
         """Choose the next token from the logits [V] behind what it has; tell of it.

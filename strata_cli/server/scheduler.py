@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Self
+from typing import Self, TypeAlias
 
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.conversations import ConversationCache
@@ -28,6 +28,8 @@ from strata_cli.server.score_jobs import AnyJob, ScoreJob, SharedReads, SlotJob
 from strata_cli.server.sharing import DecodeTurns, share_rows
 from strata_cli.server.tally import Tally, resident_bytes
 from strata_cli.server.waiting import Place, Slot, WaitingLine, manner_of
+
+Group: TypeAlias = tuple[ScoreJob | SharedReads, list[list[int]]]
 
 
 class Scheduler:
@@ -143,7 +145,7 @@ class Scheduler:
             self._step(generating)
         elif scoring and (self._scores_are_next or not reading):
             self._scores_are_next = False
-            self._score(scoring[0])
+            self._score(scoring)
         elif reading:
             self._scores_are_next = True
             self._read(reading, generating)
@@ -209,21 +211,39 @@ class Scheduler:
         self._tally.step_ms += seconds * 1e3
         self._advance(generating, rows)
 
-    def _score(self, job: ScoreJob | SharedReads) -> None:
-        started, answers = time.perf_counter(), list[tuple[GenerateJob, Floats]]()
-        with self._working([job], self._engine.chunk_tokens), manner_of(self._engine, [job]):
-            if isinstance(job, SharedReads):
-                answers = job.advance()
-            else:
-                job.advance()
-            self._go_on(job)
-        for member, row in answers:
-            with self._answering(member):
-                member.advance(row)
-                self._go_on(member)
+    def _score(self, scoring: Sequence[ScoreJob | SharedReads]) -> None:
+        """The next ends of some beginnings, as many as a pass has rows."""
+        started = time.perf_counter()
+        groups = self._next_ends(scoring)
+        jobs = [job for job, _ in groups]
+        lone = jobs[0].cancellation if len(jobs) == 1 else NEVER  # see _pass
+        rows: list[list[Floats]] = []
+        with self._working(jobs, self._engine.chunk_tokens), manner_of(self._engine, jobs):
+            rows = self._engine.score_together(
+                [(job.live, ends) for job, ends in groups], cancellation=lone
+            )
+        for job, logits in zip(jobs, rows, strict=False):
+            with self._answering(job):
+                answers = job.take(logits)
+                self._go_on(job)
+            for answer in answers:
+                with self._answering(answer.job):
+                    answer.job.advance(answer.logits)
+                    self._go_on(answer.job)
         seconds = time.perf_counter() - started
         self._tally.prompt_ms += seconds * 1e3
         self._turns.prompts_took(seconds)
+
+    def _next_ends(self, scoring: Sequence[ScoreJob | SharedReads]) -> list[Group]:
+        left, first = self._engine.chunk_tokens, scoring[0]
+        if not first.next_ends(left):  # one that is longer than any pass is read by itself
+            return [(first, first.next_ends(self._engine.context_tokens)[:1])]
+        groups: list[Group] = []
+        for job in scoring:
+            ends = job.next_ends(left)
+            left -= sum(map(len, ends))
+            groups += [(job, ends)] if ends else []
+        return groups
 
     def _pass(self, jobs: Sequence[SlotJob], parts: Sequence[Part]) -> list[Floats | None]:
         """The logits of each part; none if the pass failed, which its jobs were told then."""

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
 
 from strata_cli.engine.cancelling import Cancellation
 from strata_cli.engine.engine import Engine
-from strata_cli.engine.prefill.branches import plan_batches
 from strata_cli.engine.reading import next_token_logprobs
 from strata_cli.errors import InputError
 from strata_cli.server.jobs import Floats, GenerateJob, Job, Send
 from strata_cli.server.protocol import Done, Score, Scores
+
+
+class Answer(NamedTuple):
+    """What answers a request for one token: the logits [V] behind its prompt."""
+
+    job: GenerateJob
+    logits: Floats
 
 
 class ScoreJob(Job):
@@ -29,7 +36,6 @@ class ScoreJob(Job):
         super().__init__(request.request_id, ids, cancellation, send, canonical=canonical)
         self.request = request
         self.reuse = request.reuse
-        self._batches: Iterator[range] = iter(())
         self._rows: list[tuple[float, ...]] = []
 
     @property
@@ -58,23 +64,20 @@ class ScoreJob(Job):
                     f"the vocabulary of {vocab_size}",
                     hint=f"ids go from 0 to {vocab_size - 1}",
                 )
-        lengths = [len(suffix) for suffix in request.suffixes]
-        self._batches = plan_batches(lengths, engine.chunk_tokens)
 
-    def advance(self) -> None:
-        """Read the next suffixes in one pass.
+    def next_ends(self, most_tokens: int) -> list[list[int]]:
+        """See SharedReads."""
+        rest = self.request.suffixes[len(self._rows) :]
+        return first_ends([list(suffix) for suffix in rest], most_tokens)
 
-        Raises:
-            Cancelled: the request was stopped.
-        """
-        assert self.session is not None
-        batch = next(self._batches)
-        suffixes = [list(self.request.suffixes[index]) for index in batch]
-        rows = self.session.sequence.score(suffixes, cancellation=self.cancellation)
-        for index, row in zip(batch, rows, strict=True):
+    def take(self, rows: Sequence[Floats]) -> list[Answer]:
+        """See SharedReads; the answer is not given before all suffixes are read."""
+        start = len(self._rows)
+        for index, row in enumerate(rows, start):
             _, named = next_token_logprobs(row, 0, self.request.ids[index])
             self._rows.append(tuple(item.logprob for item in named))
-        self.read_tokens += sum(map(len, suffixes))
+            self.read_tokens += len(self.request.suffixes[index])
+        return []
 
     def finish(self) -> None:
         """Tell the scores."""
@@ -111,7 +114,6 @@ class SharedReads(Job):
     Args:
         members: the requests.
         shared_tokens: that all begin with; at least one is left of each.
-        most_rows: no end of a prompt is longer.
 
     Attributes:
         members: those that have no answer yet.
@@ -119,14 +121,11 @@ class SharedReads(Job):
 
     wants_logits = False
 
-    def __init__(
-        self, members: Sequence[GenerateJob], shared_tokens: int, most_rows: int, send: Send
-    ) -> None:
+    def __init__(self, members: Sequence[GenerateJob], shared_tokens: int, send: Send) -> None:
         first = members[0]
         ids, mine = first.ids[:shared_tokens], Cancellation()
         super().__init__(first.name, ids, mine, send, canonical=first.canonical)
         self.members = list(members)
-        self._most_rows = most_rows
 
     @property
     def is_over(self) -> bool:
@@ -143,16 +142,23 @@ class SharedReads(Job):
         if self.members:
             self.members[0].tell_read(num_tokens)
 
-    def advance(self) -> list[tuple[GenerateJob, Floats]]:
-        """Read the ends of some prompts in one pass; their requests, which leave, and logits."""
-        assert self.session is not None
+    def next_ends(self, most_tokens: int) -> list[list[int]]:
+        """The next ends to read, behind what all begin with: as many as so many tokens are."""
         ends = [member.ids[len(self.ids) :] for member in self.members]
-        batch = next(plan_batches([len(end) for end in ends], self._most_rows))
-        rows = self.session.sequence.score(ends[: len(batch)])
-        now, self.members = self.members[: len(batch)], self.members[len(batch) :]
-        for member, end in zip(now, ends, strict=False):
-            member.tell_read(len(end))
-        return list(zip(now, rows, strict=True))
+        return first_ends(ends, most_tokens)
+
+    def take(self, rows: Sequence[Floats]) -> list[Answer]:
+        """The logits [V] behind the next ends; what they answer. Its jobs are members no more."""
+        now, self.members = self.members[: len(rows)], self.members[len(rows) :]
+        for member in now:
+            member.tell_read(len(member.ids) - len(self.ids))
+        return [Answer(*pair) for pair in zip(now, rows, strict=True)]
+
+
+def first_ends(ends: Sequence[list[int]], most_tokens: int) -> list[list[int]]:
+    """The first of some ends that are together no more than so many tokens."""
+    sums = accumulate(len(end) for end in ends)
+    return list(ends[: sum(total <= most_tokens for total in sums)])
 
 
 AnyJob: TypeAlias = GenerateJob | ScoreJob

@@ -158,7 +158,7 @@ class WaitingLine:
         members = [job, *(others[number] for number in company.others)]
         for member in members[1:]:
             self.jobs.remove(member)
-        return SharedReads(members, company.shared_tokens, most_rows, self._send)
+        return SharedReads(members, company.shared_tokens, self._send)
 
 
 def manner_of(engine: Engine, jobs: Sequence[SlotJob]) -> AbstractContextManager[None]:

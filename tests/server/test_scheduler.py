@@ -559,6 +559,24 @@ def test_questions_that_fail_together_are_all_told(
     assert len(desk.tokens("again")) == 1
 
 
+def test_ends_of_several_beginnings_are_read_in_one_pass(open_desk: OpenDesk) -> None:
+    """And one that is longer than a pass, by itself."""
+    desk = open_desk(parallel=3)
+    requests = [
+        Score(prefix=TEXT[at : at + 5], suffixes=(TEXT[:4], TEXT[4:6]), ids=((1,), (2,)))
+        for at in (100, 200)
+    ]
+    long = Score(prefix=TEXT[:5], suffixes=(TEXT[:2], TEXT[: 2 * CHUNK + 3]), ids=((1,), (2, 3)))
+    for number, request in enumerate((*requests, long)):
+        desk.scheduler.submit(named(f"{number}", request))
+    desk.run()
+    assert desk.scheduler.status().counters.passes == 3  # beginnings, ends, the long one
+    for number, request in enumerate((*requests, long)):
+        other = open_desk()
+        other.run(named("a", request))
+        assert answers(other, "a") == answers(desk, f"{number}")
+
+
 def test_what_is_canonical_shares_nothing_with_what_is_not(open_desk: OpenDesk) -> None:
     desk = open_desk()
     plain, canonical = questions(2, canonical=False), questions(2)
