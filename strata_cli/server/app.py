@@ -13,13 +13,16 @@ from starlette.types import ASGIApp
 
 from strata_cli.errors import StrataError
 from strata_cli.server import control
+from strata_cli.server.anyjev_decide import decide
 from strata_cli.server.chat import chat_completions
 from strata_cli.server.completions import completions
 from strata_cli.server.entrance import Entrance
 from strata_cli.server.failures import INTERNAL, INVALID, Failure, RequestFailed, failure_of
+from strata_cli.server.openai_decisions import decisions
 from strata_cli.server.openapi import openapi
 from strata_cli.server.service import Service
 from strata_cli.server.streaming import ClientGone
+from strata_cli.server.systemone import systemone
 from strata_cli.server.tokens import detokenize, tokenize, tokenizer_info
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,9 @@ GONE_STATUS = 499
 ROUTES = (
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/systemone", systemone, methods=["POST"]),
+    Route("/v1/decisions", decisions, methods=["POST"]),
+    Route("/v1/decide", decide, methods=["POST"]),
     Route("/v1/models", control.models, methods=["GET"]),
     Route("/v1/models/{name:path}", control.model, methods=["GET"]),
     Route("/v1/load", control.load, methods=["POST"]),

@@ -1,4 +1,4 @@
-"""Reads a request's body: JSON of limited size, within limited time."""
+"""Reads a request's body: JSON of limited size, within limited time, compressed or not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 from starlette.requests import Request
 
 from strata_cli.parsers import show_bytes
+from strata_cli.server.encodings import TooMuch, decoded
 from strata_cli.server.failures import (
     INVALID,
     NO_RETRY,
@@ -24,7 +25,18 @@ async def read_json(request: Request, limits: Limits) -> object:
     """The JSON value of a body.
 
     Raises:
-        RequestFailed: 413 too large, 408 too slow, 415 not declared as JSON, 400 not JSON.
+        RequestFailed: see read_body(); 400, it is not JSON.
+        ClientDisconnect: the client went away.
+    """
+    return _decode(await read_body(request, limits))
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The bytes of a body that is declared as JSON, decompressed.
+
+    Raises:
+        RequestFailed: 413 too large, 408 too slow, 415 not declared as JSON or in another encoding
+            than zstd, 400 not what its encoding says.
         ClientDisconnect: the client went away.
     """
     _check_type(request.headers.get("content-type"))
@@ -40,7 +52,7 @@ async def read_json(request: Request, limits: Limits) -> object:
                 headers={**NO_RETRY, "connection": "close"},
             )
         ) from None
-    return _decode(data)
+    return _decompressed(data, request.headers.get("content-encoding", ""), limits.max_body_bytes)
 
 
 def _check_type(content_type: str | None) -> None:
@@ -67,6 +79,27 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         if len(data) > max_bytes:
             raise _too_large(max_bytes)
     return bytes(data)
+
+
+def _decompressed(data: bytes, encoding: str, max_bytes: int) -> bytes:
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return data
+    if name != "zstd":
+        raise RequestFailed(
+            Failure(
+                status=415,
+                kind=INVALID,
+                message=f"bodies encoded as {name[:40]!r} are not read; try: zstd, or none",
+                headers={"accept-encoding": "zstd, identity"},
+            )
+        )
+    try:
+        return decoded(data, max_bytes)
+    except TooMuch:
+        raise _too_large(max_bytes) from None
+    except ValueError as error:
+        raise bad_request(f"the body is not valid zstd: {error}", code="invalid_zstd") from None
 
 
 def _decode(data: bytes) -> object:

@@ -27,6 +27,10 @@ HEALTHY = frozenset({"ready", "stopped"})
 """Stopped counts as healthy: the model was unloaded on purpose, and the next request loads it."""
 
 
+DECISION_ALIAS = "jev-latest"
+"""What System One's clients ask for unless they are told otherwise."""
+
+
 async def health(request: Request) -> Response:
     """Whether a request would be answered now: 200, else 503."""
     service = service_of(request)
@@ -85,15 +89,25 @@ async def metrics(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """The served model, as a list. Loads nothing."""
+    """The served model, as the lists of OpenAI and of System One in one. Loads nothing."""
     service = service_of(request)
-    return json_response({"object": "list", "data": [_card(service)]})
+    since = time.strftime("%Y-%m-%d", time.gmtime(service.started))
+    described = {
+        service.texts.name: "The served model.",
+        DECISION_ALIAS: f"Another name of {service.texts.name}, for typed decisions.",
+    }
+    names = [
+        {"name": name, "description": text, "release_date": since}
+        for name, text in described.items()
+    ]
+    return json_response({"object": "list", "data": [_card(service)], "models": names})
 
 
 async def model(request: Request) -> Response:
     """One model by its name."""
     service = service_of(request)
-    _check_name(service, request.path_params["name"])
+    if request.path_params["name"] != DECISION_ALIAS:
+        _check_name(service, request.path_params["name"])
     return json_response(_card(service))
 
 

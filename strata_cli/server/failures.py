@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 
@@ -28,6 +29,7 @@ class Failure:
         param: the field of the request that is wrong, or None.
         code: a word for programs, or None.
         headers: sent with it.
+        detail: what System One's body has besides, if that is known better here.
     """
 
     status: int
@@ -36,19 +38,22 @@ class Failure:
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    detail: Any = None
 
     def body(self) -> bytes:
         """The JSON body."""
-        return orjson.dumps(
-            {
-                "error": {
-                    "message": self.message,
-                    "type": self.kind,
-                    "param": self.param,
-                    "code": self.code,
-                }
+        return orjson.dumps(self.fields())
+
+    def fields(self) -> dict[str, Any]:
+        """What the body has."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
             }
-        )
+        }
 
 
 class RequestFailed(Exception):  # noqa: N818 - says what happened; Failure says how it is told

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from strata_cli import __version__
-from strata_cli.server import replies, schemas
+from strata_cli.server import anyjev_decide, openai_decisions, replies, schemas, systemone
 from strata_cli.server.service import json_response
 
 REF = "#/components/schemas/{name}"
@@ -79,6 +79,22 @@ _COMPLETION = _Post(
 _POSTS = {
     "/v1/chat/completions": _CHAT,
     "/v1/completions": _COMPLETION,
+    "/v1/systemone": _Post(
+        "Answer questions about a state, as System One.",
+        systemone.SystemOneRequest,
+        systemone.SystemOneAnswer,
+        errors=("422",),
+    ),
+    "/v1/decisions": _Post(
+        "Answer questions about an input, as OpenAI's Decisions.",
+        openai_decisions.DecisionsRequest,
+        openai_decisions.DecisionsAnswer,
+    ),
+    "/v1/decide": _Post(
+        "Answer a question about a state, or a list of them, as AnyJev's gateway.",
+        anyjev_decide.DecideRequest,
+        anyjev_decide.DecideAnswer,
+    ),
     "/tokenize": _Post("Token ids of a text or a chat.", schemas.TokenizeRequest, Tokens),
     "/detokenize": _Post("Text of token ids.", schemas.DetokenizeRequest, Text),
     "/v1/load": _Post("Load the model.", schemas.LoadRequest, Loaded, errors=("404", "409")),

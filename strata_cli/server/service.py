@@ -14,6 +14,7 @@ from starlette.responses import Response
 from strata_cli.server.access import AccessRules
 from strata_cli.server.asking import Grounds, SamplingDefaults
 from strata_cli.server.body import read_json
+from strata_cli.server.deciders import Deciders
 from strata_cli.server.engine_process import EngineProcess
 from strata_cli.server.limits import Limits
 from strata_cli.server.metrics import Metrics
@@ -41,6 +42,7 @@ class Service:
         defaults: of the sampler.
         metrics: what was done so far.
         started: when, in seconds since 1970.
+        deciders: of typed decisions.
     """
 
     engine: EngineProcess
@@ -51,6 +53,7 @@ class Service:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     metrics: Metrics = field(default_factory=Metrics)
     started: int = field(default_factory=lambda: int(time.time()))
+    deciders: Deciders = field(default_factory=Deciders)
 
     async def facts(self) -> ModelFacts:
         """Of the model; waits until it is loaded.
