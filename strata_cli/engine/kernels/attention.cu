@@ -191,36 +191,24 @@ struct Block {
         commit_copies();
     }
 
-    // Operands of 16 columns of N: the warp's queries, and the keys of all positions of a part.
-    struct ScoreOperands {
-        unsigned q[4], k[4][4];
-    };
-
-    __device__ void load(ScoreOperands &to, TileRow<DIM> *keys, int chunk) {
-        load_matrices(to.q, chunk_at(shared.q, warp_row() + lane() % 16, chunk + lane() / 16));
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-            load_matrices(to.k[n], chunk_at(keys, 16 * n + lane() / 16 * 8 + lane() % 8,
-                                            chunk + lane() / 8 % 2));
-    }
-
-    // Scores of the warp's rows and all positions of a part. Operands are loaded one step ahead.
+    // Scores of the warp's rows and all positions of a part.
     __device__ void score(float (&scores)[8][4], TileRow<DIM> *keys) {
-        constexpr int STEPS = DIM / 16;
 #pragma unroll
         for (int n = 0; n < 8; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) scores[n][i] = 0.0f;
-        ScoreOperands operands[2];
-        load(operands[0], keys, 0);
 #pragma unroll 4
-        for (int step = 0; step < STEPS; step++) {
-            if (step + 1 < STEPS) load(operands[(step + 1) % 2], keys, 2 * step + 2);
-            const ScoreOperands &own = operands[step % 2];
+        for (int d = 0; d < DIM / 8; d += 2) {
+            unsigned q[4];
+            load_matrices(q, chunk_at(shared.q, warp_row() + lane() % 16, d + lane() / 16));
 #pragma unroll
-            for (int n = 0; n < 8; n++)
-                multiply(scores[n], own.q[0], own.q[1], own.q[2], own.q[3], own.k[n / 2][n % 2 * 2],
-                         own.k[n / 2][n % 2 * 2 + 1]);
+            for (int n = 0; n < 8; n += 2) {
+                unsigned k[4];
+                load_matrices(
+                    k, chunk_at(keys, 8 * n + lane() / 16 * 8 + lane() % 8, d + lane() / 8 % 2));
+                multiply(scores[n], q[0], q[1], q[2], q[3], k[0], k[1]);
+                multiply(scores[n + 1], q[0], q[1], q[2], q[3], k[2], k[3]);
+            }
         }
     }
 
@@ -263,45 +251,15 @@ struct Block {
             unit.weight[h] = joined(unit.weight[h], scales[h].keep, sums[2 * h], scales[h].add);
             unit.largest[h] = scales[h].largest;
         }
-        // Four tiles of 8 columns side by side, half of the positions at a time, loaded a step
-        // ahead.
-        constexpr int TILES = 4, STEPS = DIM / 8 / TILES * 2;
-        unsigned v[2][TILES][4];
-        float part[TILES][4];
-        load_values(v[0], values, 0);
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            if (step + 1 < STEPS) load_values(v[(step + 1) % 2], values, step + 1);
-            if (step % 2 == 0) {
+        for (int n = 0; n < DIM / 8; n++) {
+            float part[4] = {};
+            add_values(part, weights, values, n);
 #pragma unroll
-                for (int n = 0; n < TILES; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) part[n][i] = 0.0f;
-            }
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const unsigned (&w)[4] = weights[step % 2 * 2 + i];
-#pragma unroll
-                for (int n = 0; n < TILES; n++)
-                    multiply(part[n], w[0], w[1], w[2], w[3], v[step % 2][n][2 * i],
-                             v[step % 2][n][2 * i + 1]);
-            }
-            if (step % 2 == 0) continue;
-#pragma unroll
-            for (int n = 0; n < TILES; n++) {
-                float (&own)[4] = unit.of[step / 2 * TILES + n];
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    own[i] = joined(own[i], scales[i / 2].keep, part[n][i], scales[i / 2].add);
-            }
+            for (int i = 0; i < 4; i++)
+                unit.of[n][i] =
+                    joined(unit.of[n][i], scales[i / 2].keep, part[i], scales[i / 2].add);
         }
-    }
-
-    // Values of half the positions and four tiles of 8 columns, as operands.
-    __device__ void load_values(unsigned (&to)[4][4], TileRow<DIM> *values, int step) {
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-            load_transposed(to[n], chunk_at(values, step % 2 * 32 + lane(), step / 2 * 4 + n));
     }
 
     // Add the parts that find_parts found. Every thread of the block takes part.
