@@ -58,8 +58,11 @@ class BoundedConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """More of a request."""
         super().data_received(data)
-        if self.cycle is not None:
+        if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
+        elif self._waiting is None and self.timeout_keep_alive_task is None:
+            # Whatever comes behind an answer ends uvicorn's own bound of an idle connection.
+            self._wait_for_head()
 
     def pause_writing(self) -> None:
         """The client does not take what is sent; it has some time left to do so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -71,6 +72,34 @@ def test_a_connection_that_says_nothing_whole_is_closed(
     async def run() -> None:
         async with server(FakeEngine([1])) as port:
             assert await talk(port, start) == b""
+            assert await answers(port)
+
+    asyncio.run(run())
+
+
+UNSENT = b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_", "rest"), [(WHOLE, b"POST /v1/compl"), (UNSENT, b"x"), (UNSENT, b"x" * 9)]
+)
+def test_what_comes_behind_an_answer_holds_no_connection(
+    monkeypatch: pytest.MonkeyPatch, request_: bytes, rest: bytes
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.05)
+
+    async def run() -> None:
+        async with server(FakeEngine([1])) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request_)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            assert length
+            await reader.readexactly(int(length[1]))
+            writer.write(rest)
+            async with asyncio.timeout(10):
+                assert await reader.read() == b""
+            writer.close()
             assert await answers(port)
 
     asyncio.run(run())
