@@ -30,6 +30,9 @@ from strata_cli.server.texts import ModelTexts
 
 logger = logging.getLogger(__name__)
 
+AHEAD = 16
+"""Requests that the worker sees besides those it works on: it reads together what begins alike."""
+
 GRACE_S = 5.0  # for requests that are being answered when the end is asked for
 TELL_S = 1  # for those that are not over then to be told so
 ENGINE_GRACE_S = 1.5  # for the engine to end
@@ -73,10 +76,11 @@ def serve(config: StrataConfig, around: Surroundings) -> None:
 
 def service_of_config(config: StrataConfig, texts: ModelTexts, engine: EngineProcess) -> Service:
     """What the application serves by these settings."""
+    ahead = min(AHEAD, config.max_queue)
     return Service(
         engine=engine,
         texts=texts,
-        queue=RequestQueue(config.parallel, config.max_queue),
+        queue=RequestQueue(config.parallel + ahead, config.max_queue - ahead),
         rules=AccessRules(
             listen=config.host,
             api_key=config.api_key,
