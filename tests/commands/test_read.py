@@ -209,6 +209,19 @@ def test_one_token_logprobs_are_canonical_unless_told(
     assert read_json(capsys, "--tokens", "5,6", *flags)["canonical"] is is_canonical
 
 
+def test_a_canonical_answer_knows_nothing_of_what_plain_steps_leave_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ["--tokens", "300,301,302", "--max-tokens", "6", "--state-hash"]
+    args += ["--device", "host", "--expert-cache", "20"]
+    whole = read_json(capsys, *args)
+    monkeypatch.setenv("STRATA_ROUTE_TAIL_SKIP", "1")
+    canonical = read_json(capsys, *args, "--deterministic")
+    plain = read_json(capsys, *args)
+    assert canonical["generated_ids"] == whole["generated_ids"]
+    assert canonical["state_hash"] == whole["state_hash"] != plain["state_hash"]
+
+
 def test_stdin_and_file_read_the_same_prompt(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
