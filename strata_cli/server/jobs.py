@@ -110,6 +110,11 @@ class Job:
         return self.session.sequence
 
     @property
+    def prompt_tokens(self) -> int:
+        """All that it asks to be read."""
+        return len(self.ids)
+
+    @property
     def left_tokens(self) -> int:
         """Of the prompt, still to be read."""
         return 0 if self.reading is None else self.reading.left_tokens
@@ -288,7 +293,13 @@ class GenerateJob(Job):
         mask = self._constraint.mask()
         if allowed is None:
             return np.flatnonzero(mask)
-        return tuple(token_id for token_id in allowed if mask[token_id])
+        both = tuple(token_id for token_id in allowed if mask[token_id])
+        if not both:
+            raise InputError(
+                "none of the allowed token ids fits the answer's format here",
+                hint="leave out allowed_token_ids, or response_format and tools",
+            )
+        return both
 
     def _is_stuck(self) -> bool:
         return not self.request.ignore_eos and is_stuck(self.generated)

@@ -43,6 +43,11 @@ class ScoreJob(Job):
         """Whether all suffixes are read."""
         return len(self._rows) == len(self.request.suffixes)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """See Job: the prefix counts once."""
+        return len(self.ids) + sum(map(len, self.request.suffixes))
+
     def check(self, engine: Engine) -> None:
         """See Job."""
         request, vocab_size = self.request, engine.spec.vocab_size

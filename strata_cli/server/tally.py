@@ -35,7 +35,7 @@ class Tally:
     def add(self, job: AnyJob) -> None:
         """A request that is over, or was cancelled."""
         self.canonical_reads += job.canonical
-        self.prompt_tokens += len(job.ids)
+        self.prompt_tokens += job.prompt_tokens
         self.reused_tokens += job.reused_tokens
         self.read_tokens += job.read_tokens
         if isinstance(job, GenerateJob):

@@ -391,6 +391,12 @@ def test_a_constraint_is_asked_before_every_token(open_desk: OpenDesk) -> None:
     assert desk.tokens("a") == [50, 60, 70, 0]
     assert made[0].accepted == [50, 60, 70]
     assert desk.done("a").finish_reason == "stop"
+    desk.run(
+        named("b", Generate(prompt=TEXT[:9], max_tokens=9, allowed_ids=(50,), constraint="50 60"))
+    )
+    (failed,) = desk.of("b", Failed)
+    assert failed.kind == "input"
+    assert "none of the allowed token ids fits" in failed.message
 
 
 def test_a_pass_that_fails_fails_its_requests_alone(
@@ -437,7 +443,7 @@ def test_what_was_done_is_counted(open_desk: OpenDesk) -> None:
     dones = [desk.done(name) for name in "ab"]
     assert (counters.requests, counters.canonical_reads) == (3, 2)
     assert counters.generated_tokens == sum(done.generated_tokens for done in dones)
-    assert counters.prompt_tokens == 50 + 50 + 30
+    assert counters.prompt_tokens == 50 + 50 + 30 + 23
     assert counters.read_tokens == sum(done.read_tokens for done in dones) + 30 + 23
     assert counters.steps > 0
     assert desk.scheduler.beat().progress - before == counters.passes
