@@ -54,6 +54,11 @@ def json_grammar(schema: Mapping[str, Any] | bool, where: str) -> str:
     return checked(grammar, where)
 
 
+def with_spaces(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema for a %json of lark_grammar's, with the spaces that json_grammar allows."""
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
 def lark_grammar(rules: Sequence[str], where: str) -> str:
     """The grammar of some lines of Lark. Raises as json_grammar does."""
     from llguidance import LLMatcher

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strata_cli.server.failures import bad_request
-from strata_cli.server.formats import json_grammar, lark_grammar
+from strata_cli.server.formats import json_grammar, lark_grammar, with_spaces
 from strata_cli.server.schemas import Json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -111,7 +111,7 @@ def call_grammar(use: ToolUse, template: TemplateTools) -> str | None:
         json_grammar(tool.parameters, f"tools[{index}].function.parameters")
     more = "" if use.is_single else f' ("\\n{OPEN}\\n" call "\\n{CLOSE}")*'
     rules = [f'start: "{OPEN}\\n" call "\\n{CLOSE}"{more}']
-    rules += _part_rules(use.tools) if template.has_parts else [_json_rule(use.tools)]
+    rules += _part_rules(use.tools) if template.has_parts else _json_rules(use.tools)
     return lark_grammar(rules, "tools")
 
 
@@ -141,12 +141,18 @@ def _tool(index: int, item: Json) -> Tool:
             f"{where}.function.name must be 1 to 64 letters, digits, _, . or -",
             f"{where}.function.name",
         )
-    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+    if not isinstance(parameters, Mapping) or not _is_of_object(parameters):
         raise bad_request(
             f"{where}.function.parameters must be a JSON schema of an object",
             f"{where}.function.parameters",
         )
-    return Tool(name, parameters, {"type": "function", "function": dict(function)})
+    described = {"type": "function", "function": dict(function)}
+    return Tool(name, {"type": "object", **parameters}, described)
+
+
+def _is_of_object(schema: Mapping[str, Any]) -> bool:
+    properties = schema.get("properties", {})
+    return schema.get("type", "object") == "object" and isinstance(properties, Mapping)
 
 
 def _chosen(choice: str | Json | None) -> str:
@@ -165,17 +171,13 @@ def _refuse_choice(name: str) -> ToolUse:
     raise bad_request(f"tool_choice names {name!r:.80}, which is not in tools", "tool_choice")
 
 
-def _json_rule(tools: Sequence[Tool]) -> str:
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, "arguments": tool.parameters},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    return f"call: %json {json.dumps({'anyOf': calls})}"
+def _json_rules(tools: Sequence[Tool]) -> Iterator[str]:
+    """A schema is a document of its own, since its references (#/$defs/...) begin at its root."""
+    yield "call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
+    for index, tool in enumerate(tools):
+        head = json.dumps(f'{{"name": "{tool.name}", "arguments": ')
+        yield f'call_{index}: {head} arguments_{index} "}}"'
+        yield f"arguments_{index}: %json {json.dumps(with_spaces(tool.parameters))}"
 
 
 def _part_rules(tools: Sequence[Tool]) -> Iterator[str]:

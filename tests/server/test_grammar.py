@@ -132,6 +132,37 @@ def test_an_answer_that_must_call_does(
         assert (plain, len(calls)) == ("", answer.count("</tool_call>"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "may_come"),
+    [
+        ('{"city": {"name": "Oslo"}, "more": null}', True),
+        ('{"city": {"name": "Oslo"}, "more": {"city": {"name": "Rome"}, "more": null}}', True),
+        ('{"city": {"name": "Oslo"}, "more":' + 20 * " " + "null}", True),
+        ('{"city": {"name": "Oslo"}, "more":' + 80 * " " + "null}", False),
+        ('{"city": "Oslo", "more": null}', False),
+        ("7", False),
+    ],
+)
+def test_references_in_a_tools_schema_begin_at_its_root(
+    grammars: Grammars, tokenizer: Tokenizer, arguments: str, may_come: bool
+) -> None:
+    city = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    schema = {
+        "properties": {
+            "city": {"$ref": "#/$defs/City"},
+            "more": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        },
+        "required": ["city", "more"],
+        "additionalProperties": False,
+        "$defs": {"City": city},
+    }
+    use = tool_use([STOP, {"function": {"name": "f", "parameters": schema}}], "required", None)
+    text = constraint_of(call_grammar(use, LISTS), None)
+    assert text is not None
+    answer = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    assert follows(grammars, tokenizer, text, answer) == may_come
+
+
 def test_a_grammar_may_wait_for_the_end_of_a_thought(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:

@@ -61,6 +61,7 @@ def test_fields_say_what_may_be_called(
         ([{"type": "retrieval"}], None, r"tools\[0\] must have type function"),
         ([{"function": {"name": "a b"}}], None, "1 to 64 letters"),
         ([{"function": {"name": "f", "parameters": {"type": "array"}}}], None, "of an object"),
+        ([{"function": {"name": "f", "parameters": {"properties": 5}}}], None, "of an object"),
         ([STOP, STOP], None, "different names"),
         ([], "required", "tool_choice needs tools"),
         ([STOP], WEATHER, "tool_choice names 'weather'"),
