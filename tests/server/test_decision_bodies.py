@@ -1,0 +1,303 @@
+"""What the three formats of decisions refuse, how they say so, and what a gone client stops."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import orjson
+import pytest
+
+from strata_cli.errors import OutOfMemory
+from strata_cli.server.decision_forms import distance_confidence, peak_confidence
+from strata_cli.server.protocol import Score, Scores, Timings
+from tests.server.asgi import JSON, Answer, ask, call, post
+from tests.server.fake_engine import FakeEngine, new_app
+
+NOUL = {"type": "noul", "instructions": "Is it so?"}
+CHOICE = {"type": "choice", "criteria": {"left": None, "right": None}}
+PREDICATE = {"type": "predicate", "instructions": "It is so."}
+IMAGE = {"type": "input_image", "image_url": "data:"}
+
+
+class ScoringEngine(FakeEngine):
+    """Gives every token asked for a log-probability that follows from its id alone.
+
+    Attributes:
+        scored: every request that came.
+        is_stopped: a request was cancelled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert self.facts is not None
+        self.facts = msgspec.structs.replace(self.facts, context_tokens=4096)
+        self.scored: list[Score] = []
+        self.is_stopped = False
+
+    async def score(self, request: Score) -> Scores:
+        self.scored.append(request)
+        try:
+            if self.waits is not None:
+                await self.waits.wait()
+        except asyncio.CancelledError:
+            self.is_stopped = True
+            raise
+        if self.failure is not None:
+            raise self.failure
+        return Scores(
+            request_id=request.request_id,
+            rows=tuple(tuple(-1.0 - token / 100 for token in ids) for ids in request.ids),
+            prompt_tokens=1,
+            read_tokens=1,
+            timings=Timings(wait_ms=0, prompt_ms=0, generate_ms=0),
+        )
+
+
+def many(count: int) -> dict[str, None]:
+    return {f"option {number}": None for number in range(count)}
+
+
+def about(question: Any) -> dict[str, Any]:
+    return {"state": "x", "questions": {"a": question}}
+
+
+@pytest.mark.parametrize(
+    ("body", "loc"),
+    [
+        ({"questions": {"a": NOUL}}, "state"),
+        ({"state": None, "questions": {"a": NOUL}}, "state"),
+        ({"state": " ", "questions": {"a": NOUL}}, "state"),
+        ({"input": "x", "questions": [PREDICATE]}, "state"),
+        ({"state": "x", "questions": {}}, "questions"),
+        ({"state": "x", "questions": [NOUL]}, "questions"),
+        ({"state": "x", "questions": {"": NOUL}}, "questions"),
+        ({"state": "x", "questions": {"a": NOUL}, "images": ["y"]}, "images"),
+        (about({}), "questions a type"),
+        (about({"type": "box"}), "questions a type"),
+        (about({"type": "noul"}), "questions a noul instructions"),
+        (about({**NOUL, "instructions": 3}), "questions a noul instructions"),
+        (about({**NOUL, "criteria": {"maybe": "y"}}), "questions a noul criteria"),
+        (about({"type": "choice"}), "questions a choice criteria"),
+        (about({"type": "choice", "criteria": {}}), "questions a choice criteria"),
+        (about({"type": "choice", "criteria": many(256)}), "questions a choice criteria"),
+        (about({"type": "score", "criteria": {"0": "low"}}), "questions a score criteria"),
+        (about({"type": "score", "criteria": ["low", "low "]}), "questions a score criteria"),
+        (about({"type": "score", "criteria": ["low", None]}), "questions a score criteria 1"),
+        (about({"type": "score", "criteria": ["l"] * 11}), "questions a score criteria"),
+    ],
+)
+def test_system_one_is_told_the_place(body: dict[str, Any], loc: str) -> None:
+    answer = ask(new_app(FakeEngine()), "/v1/systemone", **body)
+    assert answer.status == 422
+    (detail,) = answer.json["detail"]
+    assert detail["loc"] == ["body", *loc.split()]
+    assert detail["msg"] in answer.error["message"]
+    assert detail["type"]
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        (b"{", "json_invalid"),
+        (b'{"state": NaN, "questions": {}}', "json_invalid"),
+        (b"[]", "dict_type"),
+        (b'{"state": "x", "questions": {"a": 1, "a": 2}}', "duplicate_key"),
+        (b'{"state": ' + b"[" * 3000, "json_invalid"),
+    ],
+)
+def test_system_one_refuses_what_is_no_plain_json(data: bytes, word: str) -> None:
+    app = new_app(FakeEngine())
+    answer = asyncio.run(call(app, "POST", "/v1/systemone", data, headers=JSON))
+    assert (answer.status, answer.json["detail"][0]["type"]) == (422, word)
+
+
+def test_images_are_refused() -> None:
+    app = new_app(FakeEngine())
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    answer = asyncio.run(call(app, "POST", "/v1/systemone", b"--x--", headers=headers))
+    assert answer.status == 422
+    assert "images" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": " "}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].type"),
+        ({"questions": []}, "questions"),
+        ({"questions": [PREDICATE] * 401}, "questions"),
+        ({"questions": [{"type": "noul", "instructions": "x"}]}, "questions[0]"),
+        ({"questions": [{"type": "predicate"}]}, "questions[0]"),
+        ({"questions": [{**PREDICATE, "instructions": " "}]}, "questions[0].instructions"),
+        ({"safety_identifier": "x" * 129}, "safety_identifier"),
+        ({"state": "x"}, "state"),
+        ({"questions": {"a": NOUL}}, "questions"),
+        (
+            {"questions": [{"id": "a", "type": "yes_no", "question": "?"}]},
+            "questions[0].instructions",
+        ),
+    ],
+)
+def test_openai_is_told_the_field(changes: dict[str, Any], param: str) -> None:
+    body = {"model": "m", "input": "x", "questions": [PREDICATE], **changes}
+    answer = ask(new_app(FakeEngine()), "/v1/decisions", **body)
+    assert answer.status == 400
+    assert str(answer.error["param"]).startswith(param)
+    assert answer.json.keys() == {"error"}
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ([{"value": "a"}], "choices"),
+        ([{"value": "a"}] * 2, "choices"),
+        ([{"value": 3}, {"value": 4}], "choices[0].value"),
+        ([{"value": str(number)} for number in range(256)], "choices"),
+    ],
+)
+def test_openais_choices_are_bounded_and_distinct(values: list[Any], field: str) -> None:
+    question = {"type": "choice", "instructions": "?", "choices": values}
+    answer = ask(new_app(FakeEngine()), "/v1/decisions", model="m", input="x", questions=[question])
+    assert (answer.status, answer.error["param"]) == (400, f"questions[0].{field}")
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({}, "question"),
+        ({"question": "?", "options": ["a", "b"]}, "the state is empty"),
+        ({"state": "x", "question": "?"}, "options"),
+        ({"state": "x", "question": "?", "options": ["a"]}, "2 are the least"),
+        ({"state": "x", "question": "?", "options": ["a", "a"]}, "are the same"),
+        ({"state": "x", "question": "?", "options": list(map(str, range(27)))}, "options"),
+        (
+            {"state": "x", "question": "?", "kind": "score", "options": list("abcdefghijk")},
+            "11 levels",
+        ),
+        ({"state": "x", "question": "?", "kind": "guess"}, "kind"),
+        ({"state": "x", "questions": {"a": {"question": "?"}}}, "/v1/systemone"),
+        ({"items": [{"state": "x", "question": "?", "kind": "noul"}, {}]}, "items[1]"),
+        ({"items": {}}, "items"),
+    ],
+)
+def test_anyjev_is_told_in_words(body: dict[str, Any], text: str) -> None:
+    answer = ask(new_app(FakeEngine()), "/v1/decide", **body)
+    assert answer.status == 400
+    assert answer.json.keys() == {"error"}
+    assert text in answer.json["error"]
+
+
+def test_a_model_without_the_labels_says_so_to_each() -> None:
+    app = new_app(ScoringEngine())
+    systemone = ask(app, "/v1/systemone", **about(NOUL))
+    openai = ask(app, "/v1/decisions", model="m", input="x", questions=[PREDICATE])
+    anyjev = ask(app, "/v1/decide", state="x", question="?", kind="yes_no")
+    assert (systemone.status, openai.status, anyjev.status) == (422, 400, 400)
+    for message in (
+        systemone.json["detail"][0]["msg"],
+        openai.error["message"],
+        anyjev.json["error"],
+    ):
+        assert "'Yes' is not a single token" in message
+
+
+def test_a_state_longer_than_the_context_says_both_numbers() -> None:
+    app = new_app(FakeEngine())
+    systemone = ask(app, "/v1/systemone", state="x" * 99, questions={"a": CHOICE})
+    assert systemone.status == 422
+    assert systemone.json["detail"]["error_type"] == "tokens_exceeded"
+    assert "the context of 64 tokens" in systemone.json["detail"]["message"]
+    asked = {"type": "choice", "instructions": "?", "choices": [{"value": "a"}, {"value": "b"}]}
+    openai = ask(app, "/v1/decisions", model="m", input="x" * 99, questions=[asked])
+    assert (openai.status, openai.error["code"]) == (400, "context_length_exceeded")
+
+
+def test_one_option_is_answered_without_the_engine() -> None:
+    engine = ScoringEngine()
+    asked = {
+        "a": {"type": "choice", "criteria": {"only": "one"}},
+        "b": {"type": "score", "criteria": ["low"]},
+    }
+    body = ask(new_app(engine), "/v1/systemone", state="x", questions=asked).json
+    assert not engine.scored
+    assert body["answers"]["a"]["probabilities"] == {"only": 1.0}
+    assert body["answers"]["a"]["confidence"] == body["answers"]["b"]["confidence"] == 1.0
+    assert body["answers"]["b"]["score"] == 0.0
+    assert body["usage"] == {"input_tokens": 0, "output_tokens": 0}
+
+
+def test_every_read_is_canonical_and_ids_are_in_none() -> None:
+    engine = ScoringEngine()
+    app = new_app(engine)
+    found = ask(app, "/v1/systemone", state="x", questions={"an id": CHOICE}).json["answers"]
+    first, engine.scored = engine.scored, []
+    again = ask(app, "/v1/systemone", state="x", questions={"a name": CHOICE}).json["answers"]
+    assert found["an id"] == again["a name"]
+    assert all(score.canonical for score in first)
+    assert engine.scored == first[:1]  # the prior is known by now
+
+
+def test_an_engine_without_memory_is_503_for_each() -> None:
+    engine = ScoringEngine()
+    engine.failure = OutOfMemory("no memory", hint="wait")
+    app = new_app(engine)
+    systemone = ask(app, "/v1/systemone", state="x", questions={"a": CHOICE})
+    assert (systemone.status, systemone.headers["retry-after"]) == (503, "1")
+    assert systemone.json["detail"]["error_type"] == "server_error"
+    anyjev = ask(app, "/v1/decide", state="x", question="?", options=["a", "b"])
+    assert (anyjev.status, anyjev.json) == (503, {"error": "no memory; try: wait"})
+    engine.failure = None
+    assert ask(app, "/v1/systemone", state="x", questions={"a": CHOICE}).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/systemone", "/v1/decide"])
+def test_a_client_that_goes_stops_its_decision(path: str) -> None:
+    async def body() -> None:
+        engine = ScoringEngine()
+        engine.waits = asyncio.Event()
+        app = new_app(engine)
+        more = {"question": "?", "options": ["a", "b"]} if path == "/v1/decide" else {}
+        value = {"state": "x", "questions": {"a": CHOICE}, **more}
+
+        def leaves(_answer: Answer) -> bool:
+            return bool(engine.scored)
+
+        answer = await post(app, path, value, leaves=leaves)
+        assert answer.status == 499
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert engine.is_stopped
+        assert len(engine.scored) == 1
+        engine.waits.set()
+        assert (await post(app, path, value)).status == 200
+
+    asyncio.run(body())
+
+
+def test_confidences_are_those_of_the_helper() -> None:
+    table = [
+        ([0.1, 0.1, 0.8], 0.7, 0.55),
+        ([0.0, 0.95, 0.05], 0.925, 0.925),
+        ([0.5, 0.0, 0.5], 0.25, 0.0),
+        ([0.05, 0.05, 0.1, 0.3, 0.5], 0.375, 0.292),
+        ([0.3, 0.7], 0.4, 0.4),
+        ([1.0], 1.0, 1.0),
+    ]
+    for values, peak, distance in table:
+        assert peak_confidence(values) == pytest.approx(peak, abs=5e-4)
+        assert distance_confidence(values) == pytest.approx(distance, abs=5e-4)
+
+
+def test_the_document_describes_the_routes() -> None:
+    app = new_app(FakeEngine())
+    document = orjson.loads(asyncio.run(call(app, "GET", "/openapi.json")).body)
+    for path in ("/v1/systemone", "/v1/decisions", "/v1/decide"):
+        assert "post" in document["paths"][path]
+    kinds = document["components"]["schemas"]["SystemOneRequest"]["properties"]["questions"]
+    assert kinds["additionalProperties"]["discriminator"]["propertyName"] == "type"
