@@ -154,6 +154,18 @@ def test_alignment_is_the_power_of_two_that_divides_all() -> None:
     assert row_bytes(QuantType.Q8_0, 2560) % 16 == 0
 
 
+def test_a_multiprocessor_holds_no_more_blocks_than_its_share() -> None:
+    """Early ones would take two, and leave others idle."""
+    limit = 227 << 10
+    for rows, cols in ((12288, 2560), (2560, 6144), (320, 10240)):
+        plan = few_plan((matrix_of(QuantType.Q8_0, rows, cols),), 1, 1, limit)
+        assert plan.shared_bytes > limit // 2 or plan.grid[1] < 132
+        assert plan.grid[1] <= 132
+    down = few_plan((matrix_of(QuantType.IQ4_NL, 2560, 640),), 10, 10, limit, 512, is_gated=True)
+    assert down.grid[0] * down.grid[1] <= 2 * 132
+    assert limit // 3 < down.shared_bytes <= limit // 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_products_compile_for_every_architecture(architecture: str) -> None:
