@@ -21,9 +21,13 @@ from strata_cli.decisions import questions
 from strata_cli.decisions.decider import Decider
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.models import DEMO_MODEL_PATH
-from strata_cli.server.encodings import zstd
 from tests.server.running import Running, serving
 from tests.server.test_serve import Tokens
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 STATE = "A fast multiplayer shooter in which teams fight over flags on many maps."
 SECTION = "Which section does this package belong to?"
@@ -215,7 +219,7 @@ def test_openais_client_gets_every_kind(server: Running) -> None:
 
 
 def test_a_batch_for_anyjev_has_the_values_of_its_items(server: Running) -> None:
-    items = [
+    items: list[dict[str, Any]] = [
         {"state": STATE, "question": SECTION, "options": OPTIONS},
         {"state": STATE, "question": GAME, "kind": "yes_no"},
         {"state": STATE, "question": PACE, "kind": "score", "options": LEVELS},
