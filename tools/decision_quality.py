@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 from strata_cli.decisions import questions
 from strata_cli.decisions.decider import Decider
-from strata_cli.decisions.fitting import Fit, Sample, fit, sample
+from strata_cli.decisions.fitting import LEAST_STATES, Fit, Sample, fit, sample
+from strata_cli.decisions.measures import Judged, calibration_error
 from strata_cli.decisions.questions import Question
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.models import DEMO_MODEL_PATH
@@ -38,21 +39,22 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "decisions.md"
 MARKS = ("<!-- table: quality -->", "<!-- end -->")
 TASKS = {
     "section10": ("Debian section of a package, 10 sections", 200),
-    "section4": ("Debian section of a package, 4 of 10", 200),
-    "wordnet10": ("category of a noun (WordNet), 10 of 12", 200),
-    "wordnet4": ("category of a noun (WordNet), 4 of 12", 200),
-    "section_yes_no": ("does a package belong to a section", 300),
-    "debtags_yes_no": ("does a package have a debtag", 300),
-    "kind_yes_no": ("is one thing a kind of another (WordNet)", 300),
+    "section_yes_no": ("does a package belong to a section", 200),
+    "debtags_yes_no": ("does a package have a debtag", 200),
+    "kind_yes_no": ("is one thing a kind of another (WordNet)", 200),
+    "section4": ("Debian section of a package, 4 of 10", 150),
+    "wordnet4": ("category of a noun (WordNet), 4 of 12", 150),
+    "unseen_use4": ("what a package is used for, 4 options: a facet not trained on", 150),
 }
 RELISTED_EVERY = 10
+NUM_DRAWS = 200
 HEADER = (
     "Task",
     "States",
     "Temperature",
     "Accuracy raw / L0",
-    "Flips raw / L0",
-    "ECE raw / L0 / L1",
+    "Flips raw / L0, an order by itself",
+    "ECE raw / L0 / L1 (by chance)",
     "Coverage at 5 % risk raw / L0 / L1 (risk of L1)",
 )
 
@@ -99,16 +101,18 @@ def show(samples: Path) -> None:
     by_task = defaultdict(list)
     for one in _lines(samples):
         by_task[one["task"]].append(one)
-    rows = [HEADER, ("---",) * len(HEADER)]
+    rows, fits = [HEADER, ("---",) * len(HEADER)], list[Fit]()
     for task, (name, _) in TASKS.items():
         found = sorted(by_task[task], key=lambda one: int(one["number"]))
-        if found:
-            rows.append(_row(name, _fit(found)))
+        if len(found) >= LEAST_STATES:
+            fits.append(_fit(found))
+            rows.append(_row(name, fits[-1]))
+    rows.append(_together(fits))
     relisted = [one["relisted"] for found in by_task.values() for one in found if "relisted" in one]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     note = (
-        f"Options listed the other way round gave other probabilities, in any bit, in "
-        f"{sum(relisted)} of {len(relisted)} decisions."
+        f"Listed the other way round, options got other probabilities at L0, in any bit, in "
+        f"{sum(relisted)} of {len(relisted)} decisions: its answers do not flip."
     )
     text = PAGE.read_text("utf-8")
     pattern = re.compile(f"{MARKS[0]}.*?{MARKS[1]}", re.DOTALL)
@@ -154,6 +158,35 @@ def _fit(found: Sequence[dict[str, Any]]) -> Fit:
     return fit(questions.yes_no("any"), samples)
 
 
+def _by_chance(judged: Judged) -> float:
+    """The calibration error that a perfectly calibrated model shows with so few answers."""
+    drawn = np.random.default_rng(0).random((NUM_DRAWS, len(judged.hit))) < judged.confidence
+    return float(np.mean([calibration_error(Judged(judged.confidence, hit)) for hit in drawn]))
+
+
+def _together(fits: Sequence[Fit]) -> tuple[str, ...]:
+    """A row about all answers of all tasks, each at its task's temperature."""
+    errors = []
+    for level in ("raw", "L0", "L1"):
+        judged = [one.judged[level] for one in fits]
+        both = Judged(
+            np.concatenate([one.confidence for one in judged]),
+            np.concatenate([one.hit for one in judged]),
+        )
+        errors.append((both.accuracy, calibration_error(both)))
+    (raw, raw_ece), (l0, l0_ece), (_, l1_ece) = errors
+    chance = _by_chance(both)
+    return (
+        "all of these together",
+        f"{sum(one.num_fitted for one in fits)} + {sum(one.num_tested for one in fits)}",
+        "",
+        f"{raw:.3f} / {l0:.3f}",
+        "",
+        f"{raw_ece:.3f} / {l0_ece:.3f} / {l1_ece:.3f} ({chance:.3f})",
+        "",
+    )
+
+
 def _row(name: str, found: Fit) -> tuple[str, ...]:
     raw, l0, l1 = (found.levels[level] for level in ("raw", "L0", "L1"))
     return (
@@ -162,7 +195,7 @@ def _row(name: str, found: Fit) -> tuple[str, ...]:
         f"{found.temperature:.2f}",
         f"{raw.accuracy:.3f} / {l0.accuracy:.3f}",
         f"{raw.flips:.3f} / {l0.flips:.3f}",
-        f"{raw.ece:.3f} / {l0.ece:.3f} / {l1.ece:.3f}",
+        f"{raw.ece:.3f} / {l0.ece:.3f} / {l1.ece:.3f} ({_by_chance(found.judged['L1']):.3f})",
         f"{raw.coverage:.2f} / {l0.coverage:.2f} / {l1.coverage:.2f} ({l1.risk:.3f})",
     )
 
