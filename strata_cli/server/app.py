@@ -17,7 +17,14 @@ from strata_cli.server.anyjev_decide import decide
 from strata_cli.server.chat import chat_completions
 from strata_cli.server.completions import completions
 from strata_cli.server.entrance import Entrance
-from strata_cli.server.failures import INTERNAL, INVALID, Failure, RequestFailed, failure_of
+from strata_cli.server.failures import (
+    INTERNAL,
+    INVALID,
+    SYSTEM_ONE_PATH,
+    Failure,
+    RequestFailed,
+    failure_of,
+)
 from strata_cli.server.openai_decisions import decisions
 from strata_cli.server.openapi import openapi
 from strata_cli.server.service import Service
@@ -33,7 +40,7 @@ GONE_STATUS = 499
 ROUTES = (
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
-    Route("/v1/systemone", systemone, methods=["POST"]),
+    Route(SYSTEM_ONE_PATH, systemone, methods=["POST"]),
     Route("/v1/decisions", decisions, methods=["POST"]),
     Route("/v1/decide", decide, methods=["POST"]),
     Route("/v1/models", control.models, methods=["GET"]),

@@ -11,7 +11,7 @@ import msgspec
 
 from strata_cli.engine.decode.sampling import Sampler
 from strata_cli.engine.model.tokenizer import Tokenizer
-from strata_cli.server.failures import RequestFailed, bad_request
+from strata_cli.server.failures import CONTEXT_EXCEEDED, RequestFailed, bad_request
 from strata_cli.server.protocol import Generate, ModelFacts
 from strata_cli.server.schemas import ChatRequest, CompletionRequest
 
@@ -234,5 +234,5 @@ def _no_room(facts: ModelFacts, num_prompt: int, max_tokens: int) -> RequestFail
         f"{num_prompt} prompt tokens{answer} do not fit the context of "
         f"{facts.context_tokens} tokens; try: {ways}",
         "max_tokens" if num_prompt < facts.context_tokens else "prompt",
-        code="context_length_exceeded",
+        code=CONTEXT_EXCEEDED,
     )

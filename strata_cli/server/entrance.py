@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strata_cli.server.access import AccessRules, is_cors_origin, refusal
-from strata_cli.server.failures import Failure
+from strata_cli.server.failures import SYSTEM_ONE_PATH, Failure, for_system_one
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ class Entrance:
             await self._app(scope, receive, outgoing)
             return
         self._tell_once(failure)
-        await outgoing.fail(failure)
+        is_system_one = scope["path"] == SYSTEM_ONE_PATH
+        await outgoing.fail(for_system_one(failure) if is_system_one else failure)
 
     def _cors(self, path: str, headers: Headers) -> list[Pair]:
         origin = headers.get("origin", "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -29,7 +29,7 @@ class Failure:
         param: the field of the request that is wrong, or None.
         code: a word for programs, or None.
         headers: sent with it.
-        detail: what System One's body has besides, if that is known better here.
+        detail: what System One's body has besides; None: nothing.
     """
 
     status: int
@@ -42,18 +42,30 @@ class Failure:
 
     def body(self) -> bytes:
         """The JSON body."""
-        return orjson.dumps(self.fields())
-
-    def fields(self) -> dict[str, Any]:
-        """What the body has."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
         }
+        more = {} if self.detail is None else {"detail": self.detail}
+        return orjson.dumps({"error": error, **more})
+
+
+SYSTEM_ONE_PATH = "/v1/systemone"
+CONTEXT_EXCEEDED = "context_length_exceeded"
+
+
+def for_system_one(failure: Failure) -> Failure:
+    """The same for System One's clients: what is wrong in a body is 422, and detailed."""
+    status = 422 if failure.status == 400 else failure.status
+    detail = failure.detail
+    if detail is None and status == 422 and failure.code != CONTEXT_EXCEEDED:
+        detail = [{"loc": ["body"], "msg": failure.message, "type": failure.code or "value_error"}]
+    elif detail is None:
+        word = "tokens_exceeded" if status == 422 else failure.kind
+        detail = {"error_type": word, "message": failure.message}
+    return replace(failure, status=status, detail=detail)
 
 
 class RequestFailed(Exception):  # noqa: N818 - says what happened; Failure says how it is told

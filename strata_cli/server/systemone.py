@@ -29,7 +29,14 @@ from strata_cli.server.decision_forms import (
     placing,
     values_of,
 )
-from strata_cli.server.failures import INVALID, Failure, RequestFailed, bad_request
+from strata_cli.server.failures import (
+    CONTEXT_EXCEEDED,
+    INVALID,
+    Failure,
+    RequestFailed,
+    bad_request,
+    for_system_one,
+)
 from strata_cli.server.service import json_response, service_of
 
 MEDIA = ("assets", "images", "audio", "videos")
@@ -158,15 +165,10 @@ class _Item(NamedTuple):
 
 def failure_answer(failure: Failure) -> Response:
     """An error in System One's form, with OpenAI's beside it."""
-    status = 422 if failure.status == 400 else failure.status
-    detail = failure.detail
-    if detail is None and status == 422 and failure.code != "context_length_exceeded":
-        detail = [{"loc": ["body"], "msg": failure.message, "type": failure.code or "value_error"}]
-    elif detail is None:
-        word = "tokens_exceeded" if status == 422 else failure.kind
-        detail = {"error_type": word, "message": failure.message}
-    body = {**failure.fields(), "detail": detail}
-    return json_response(body, status=status, headers=failure.headers)
+    told = for_system_one(failure)
+    return Response(
+        told.body(), told.status, headers=dict(told.headers), media_type="application/json"
+    )
 
 
 @failing_as(failure_answer)
@@ -209,7 +211,7 @@ async def systemone(request: Request) -> Response:
 
 def too_long(error: ContextError) -> RequestFailed:
     """What is said of a state that does not fit the context."""
-    return bad_request(f"{error.message}; try: {error.hint}", code="context_length_exceeded")
+    return bad_request(f"{error.message}; try: {error.hint}", code=CONTEXT_EXCEEDED)
 
 
 def _check_media_type(request: Request) -> None:
@@ -326,11 +328,16 @@ def _noul_text(text: str | None, sides: Sides) -> str:
     described = [
         f"{word}: {state_text(side)}"
         for word, side in (("Yes", sides.true), ("No", sides.false))
-        if side is not None and state_text(side).strip()
+        if side is not None and _describes(state_text(side), word)
     ]
     if text is None or not text.strip():
         text = DEFAULT_TEXT["noul"] if described else ""
     return "\n".join([text, *described])
+
+
+def _describes(text: str, word: str) -> bool:
+    """Whether a side says more than its own word, which some clients send for none."""
+    return text.strip().casefold() not in ("", word.casefold())
 
 
 def _answer(asked: AnyQuestion, found: Decision | None) -> dict[str, Any]:

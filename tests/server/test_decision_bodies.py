@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from strata_cli.errors import OutOfMemory
+from strata_cli.server.access import AccessRules
 from strata_cli.server.decision_forms import distance_confidence, peak_confidence
 from strata_cli.server.protocol import Score, Scores, Timings
 from tests.server.asgi import JSON, Answer, ask, call, post
@@ -301,3 +302,12 @@ def test_the_document_describes_the_routes() -> None:
         assert "post" in document["paths"][path]
     kinds = document["components"]["schemas"]["SystemOneRequest"]["properties"]["questions"]
     assert kinds["additionalProperties"]["discriminator"]["propertyName"] == "type"
+
+
+def test_a_missing_key_is_told_in_system_ones_form_too() -> None:
+    app = new_app(FakeEngine(), rules=AccessRules(listen="127.0.0.1", api_key="k" * 20))
+    answer = ask(app, "/v1/systemone", **about(NOUL))
+    assert answer.status == 401
+    assert answer.json["detail"]["error_type"] == "authentication_error"
+    assert answer.error["message"] == answer.json["detail"]["message"]
+    assert "detail" not in ask(app, "/v1/decisions").json

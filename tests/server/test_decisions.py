@@ -180,6 +180,11 @@ def test_sides_and_structured_states_are_read(server: Running) -> None:
     found = systemone(server, asked, {"package": STATE, "tags": [1, None]})["answers"]
     assert 0 < found["a"]["noul"] < 1
     assert set(found["a"]) <= {"type", "noul", "x_label_mass", "x_warnings"}
+    words = {**NOUL, "criteria": {"true": "Yes", "false": "No"}}
+    assert (
+        systemone(server, {"w": words})["answers"]["w"]
+        == systemone(server, {"b": NOUL})["answers"]["b"]
+    )
     turns = [{"role": "user", "content": STATE}, {"role": "bot", "content": "ok"}]
     as_turns = systemone(server, {"b": NOUL}, turns)["answers"]
     assert as_turns == systemone(server, {"b": NOUL}, f"user: {STATE}\nbot: ok")["answers"]
