@@ -226,6 +226,7 @@ def is_prefix(prefix: Sequence[int], ids: Sequence[int]) -> bool:
 
 def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two sequences begin with in common."""
+    one, other = tuple(one), tuple(other)  # a list never equals a tuple
     most, step = min(len(one), len(other)), 256
     start = 0
     while start < most and one[start : start + step] == other[start : start + step]:
