@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,37 +174,28 @@ def test_the_wait_for_the_file_ends(
     stager = store_of(engine)._stager
     assert stager is not None
     cancellation, is_held, may_go = WatchedCancellation(), threading.Event(), threading.Event()
-    bring, sleep = stager._source.read, time.sleep
+    bring = stager._source.read
 
     def held_up(layer: int, expert: int, out: NDArray[np.uint8]) -> None:
         is_held.set()
         may_go.wait(20)
         bring(layer, expert, out)
 
-    def interrupted(seconds: float) -> None:
-        if may_go.is_set():
-            sleep(seconds)
-            return
-        is_held.wait(20)
-        may_go.set()
-        raise KeyboardInterrupt
-
-    def cancel() -> None:
+    def end() -> None:
         is_held.wait(20)
         cancellation.is_awaited.wait(20)
-        cancellation.cancel()
+        if error is Cancelled:
+            cancellation.cancel()
+        else:
+            _thread.interrupt_main()
         may_go.set()
 
-    thread = threading.Thread(target=cancel)
+    thread = threading.Thread(target=end)
     with monkeypatch.context() as patch, engine.sequence() as sequence:
         patch.setattr(stager._source, "read", held_up)
-        if error is Cancelled:
-            thread.start()
-        else:
-            patch.setattr("time.sleep", interrupted)
+        thread.start()
         break_off(engine, sequence, error, cancellation=cancellation)
-    if error is Cancelled:
-        thread.join()
+    thread.join()
     assert_same_talk(talk(engine), truth)
 
 
