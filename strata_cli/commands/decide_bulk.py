@@ -275,20 +275,19 @@ def _answer_all(
     def skip(number: int, problem: InputError) -> None:
         logger.warning("%s, line %d: %s", origin, number, problem.message)
 
-    with (
-        BulkOutput(run.flags.out, job.key) as output,
-        progress_bar("deciding", " decisions", run.config.progress) as bar,
-    ):
+    try:
+        with (
+            BulkOutput(run.flags.out, job.key) as output,
+            progress_bar("deciding", " decisions", run.config.progress) as bar,
+        ):
 
-        def progress(resumed: int, added: int) -> None:
-            nonlocal done
-            done = BulkCounts(resumed, added, 0)
-            if bar is not None and num_lines:
-                bar(per_line * added, per_line * (num_lines - resumed))
-            elif bar is not None:
-                bar(per_line * added, per_line * (added + 1))
+            def progress(resumed: int, added: int) -> None:
+                nonlocal done
+                done = BulkCounts(resumed, added, 0)
+                if bar is not None:
+                    left = num_lines - resumed if num_lines else added + 1
+                    bar(per_line * added, per_line * left)
 
-        try:
             counts = run_bulk(
                 output,
                 read_lines(lines_file),
@@ -296,12 +295,12 @@ def _answer_all(
                 skip=skip if run.flags.bad_lines == "skip" else None,
                 progress=progress,
             )
-        except (InputError, KeyboardInterrupt) as error:
-            if done.added:
-                _tell(f"{_rows(done)}; the same command goes on from there", run.flags.out)
-            if isinstance(error, InputError):
-                raise _placed(error, origin) from None
-            raise
+    except (InputError, KeyboardInterrupt) as error:
+        if done.added:
+            _tell(f"{_rows(done)}; the same command goes on from there", run.flags.out)
+        if isinstance(error, InputError):
+            raise _placed(error, origin) from None
+        raise
     seconds = time.perf_counter() - started
     rate = f", {per_line * counts.added / seconds:.1f} decisions/s" if counts.added else ""
     _tell(f"{_rows(counts)}{rate}", run.flags.out)
