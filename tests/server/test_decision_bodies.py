@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ import orjson
 import pytest
 
 from strata_cli.errors import OutOfMemory
+from strata_cli.server import decision_backend
 from strata_cli.server.access import AccessRules
 from strata_cli.server.decision_forms import distance_confidence, peak_confidence
 from strata_cli.server.protocol import Score, Scores, Timings
@@ -311,3 +314,42 @@ def test_a_missing_key_is_told_in_system_ones_form_too() -> None:
     assert answer.json["detail"]["error_type"] == "authentication_error"
     assert answer.error["message"] == answer.json["detail"]["message"]
     assert "detail" not in ask(app, "/v1/decisions").json
+
+
+HOLDS = """
+import sys
+import strata_cli.server.serving
+held = {name for name in sys.modules if name.split(".")[0] in ("numba", "llvmlite", "cuda")}
+assert not held | ({"strata_cli.engine.engine"} & set(sys.modules)), held
+"""
+
+
+def test_the_servers_process_decides_without_an_engine() -> None:
+    subprocess.run([sys.executable, "-c", HOLDS], check=True)
+
+
+def test_long_questions_are_read_once_for_all_their_orders() -> None:
+    engine = ScoringEngine()
+    long = "Which way? " * 60
+    asked = {
+        "a": {**CHOICE, "instructions": long},
+        "b": {**CHOICE, "instructions": f"{long}really"},
+        "c": CHOICE,
+    }
+    answer = ask(new_app(engine), "/v1/systemone", state="x" * 600, questions=asked)
+    assert answer.status == 200
+    ends = [max(map(len, score.suffixes), default=0) for score in engine.scored]
+    assert max(ends) < 600, ends
+    beginnings = [score.prefix for score in engine.scored if score.prefix[600:]]
+    held = next(prefix for prefix in beginnings)
+    assert all(prefix[: len(held)] == held for prefix in beginnings[:3])
+
+
+def test_ends_of_a_huge_request_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"a": {"type": "choice", "criteria": many(20)}}
+    engine = ScoringEngine()
+    whole = ask(new_app(engine), "/v1/systemone", state="x", questions=asked).json
+    parts = ScoringEngine()
+    monkeypatch.setattr(decision_backend, "MOST_TOKENS", 700)
+    assert ask(new_app(parts), "/v1/systemone", state="x", questions=asked).json == whole
+    assert len(parts.scored) > 5 * len(engine.scored) > 0
