@@ -177,7 +177,7 @@ class StrataConfig:
         parse=auto_or_threads,
     )
     prefill_stream_min: int = setting(
-        1024,
+        512,
         "Tokens of a prompt chunk from which on experts are copied ahead of their routing.",
         parse=whole_number(0),
     )

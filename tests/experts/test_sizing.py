@@ -51,8 +51,8 @@ USUAL = RingNeeds(
     ("rules", "needs", "slots"),
     [
         (RingRules(), {}, 384),
-        (RingRules(), {"chunk_tokens": 1_023}, 8),
-        (RingRules(), {"chunk_tokens": 1_024}, 384),
+        (RingRules(), {"chunk_tokens": 511}, 8),
+        (RingRules(), {"chunk_tokens": 512}, 384),
         (RingRules(stream_min=0), {"chunk_tokens": 1}, 384),
         (RingRules(stream_min=2_048), {"chunk_tokens": 2_047}, 8),
         (RingRules(slots=8), {}, 8),

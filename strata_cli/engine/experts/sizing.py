@@ -10,7 +10,7 @@ from strata_cli.engine.experts.streaming import SMALL_RING_SLOTS
 GRANULE_BYTES = 512  # what device memory is handed out in
 ADDRESS_BYTES = 8  # of a pair, in the table that kernels read
 
-STREAM_MIN_TOKENS = 1024
+STREAM_MIN_TOKENS = 512  # 955 tokens took twice as long through the small ring as 1,046 ahead
 LEAST_RING_SLOTS, MOST_RING_SLOTS = 16, 512  # of a ring that is ahead of the routing
 PINNED_RING_SLOTS, STAGED_RING_SLOTS = 384, 96
 PINNED_SHARE = 0.9  # with less, most copies wait for the stager, and a long ring is of no use
