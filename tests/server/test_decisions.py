@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import sys
 import types
 import urllib.error
@@ -15,10 +16,11 @@ import openai
 import orjson
 import pytest
 from anyjev.backends.vllm import VLLMBackend
+from anyjev.tacit import ServerEngine, Tacit
 
 from strata_cli.commands.main import run, strata
 from strata_cli.decisions import questions
-from strata_cli.decisions.decider import Decider
+from strata_cli.decisions.decider import Decider, DecisionRules
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.models import DEMO_MODEL_PATH
 from tests.server.running import Running, serving
@@ -34,7 +36,7 @@ SECTION = "Which section does this package belong to?"
 OPTIONS = ["mail", "games", "python", "fonts"]
 GAME, PACE = "Is this a game?", "How fast is it?"
 LEVELS = ["slow", "brisk", "fast"]
-MANY = [f"{noun} {number}" for noun in ("red apple", "blue plum") for number in range(14)]
+MANY = [*string.ascii_lowercase, "a b"]  # more than letters label, and one begins another
 
 CHOICE = {"type": "choice", "instructions": SECTION, "criteria": dict.fromkeys(OPTIONS)}
 NOUL = {"type": "noul", "instructions": GAME}
@@ -102,7 +104,6 @@ def test_all_kinds_have_the_bits_of_a_decider_in_process(server: Running, engine
         questions.yes_no(GAME, "noul"),
         questions.levels(PACE, LEVELS, "score"),
         questions.choice(SECTION, MANY, "many"),
-        questions.choice(SECTION, ["a", "a b"], "ends", by_text=True),
     ]
     with Decider(engine) as decider:
         here = {one.question.id: one for one in decider.decide(STATE, asked).decisions}
@@ -112,6 +113,7 @@ def test_all_kinds_have_the_bits_of_a_decider_in_process(server: Running, engine
     )
     answers = there["answers"]
     assert list(answers) == ["many", "score", "noul", "choice", "again"]
+    assert here["many"].diagnostics["with_end"]
     for id in ("choice", "many"):
         assert answers[id]["probabilities"] == here[id].probabilities
         assert answers[id]["choice"] == here[id].top
@@ -234,6 +236,33 @@ def test_a_batch_for_anyjev_has_the_values_of_its_items(server: Running) -> None
     assert found[0]["answer"] == OPTIONS[found[0]["index"]] == "games"
     assert found[1]["probs"].keys() == {"Yes", "No"}
     assert server.post("/v1/decide", items=[]) == {"decisions": []}
+
+
+class PromptTokens(Tokens):
+    """Encodes whole prompts as well, as Tacit asks."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> types.SimpleNamespace:
+        ids = self._engine.tokenizer.encode(text, parse_special=True, add_bos=add_special_tokens)
+        return types.SimpleNamespace(input_ids=ids)
+
+
+def test_anyjevs_server_engine_reads_the_labels_log_probabilities(
+    server: Running, engine: Engine
+) -> None:
+    tokens = PromptTokens(engine)
+    tacit = Tacit(ServerEngine(f"{server.url}/v1", "strata-demo", tokens), tokens)
+    items = [
+        {"state": STATE, "question": SECTION, "options": OPTIONS},
+        {"state": STATE, "question": GAME, "kind": "yes_no"},
+    ]
+    found = tacit.decide_batch(items)
+    with Decider(engine, DecisionRules(level="raw")) as decider:
+        here = decider.decide(
+            STATE, [questions.choice(SECTION, OPTIONS), questions.yes_no(GAME)]
+        ).decisions
+    for one, other in zip(found, here, strict=True):
+        assert one["probs"] == pytest.approx(other.probabilities, abs=1e-15)
+    assert [one["answer"] for one in found] == [here[0].answer, "Yes"]
 
 
 def post_bytes(server: Running, body: bytes, **headers: str) -> Any:
