@@ -127,9 +127,18 @@ def test_experts_may_be_streamed(tmp_path: Path, device_name: str, way: str) -> 
     with open_engine(path, device=device_name, prefill=64) as engine, engine.sequence() as sequence:
         sequence.prefill(TEXT[:70])
         resident = sequence.score(suffixes)
-    with WAYS[way].open(path, device_name) as engine, engine.sequence() as sequence:
+    with (
+        WAYS[way].open(path, device_name) as engine,
+        engine.sequence() as sequence,
+        engine.sequence() as other,
+    ):
         sequence.prefill(TEXT[:70])
         for row, expected in zip(sequence.score(suffixes), resident, strict=True):
+            assert np.array_equal(bits(row), bits(expected))
+        other.prefill(TEXT[:70])
+        groups = [(other, suffixes[1:]), (sequence, suffixes[:1])]
+        rest, first = engine.score_together(groups)
+        for row, expected in zip([*first, *rest], resident, strict=True):
             assert np.array_equal(bits(row), bits(expected))
         assert streamer_of(engine).counts
 
