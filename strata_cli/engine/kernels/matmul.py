@@ -41,7 +41,6 @@ from strata_cli.engine.kernels.products import (
 )
 from strata_cli.engine.kernels.prompt_plan import (
     Gpu,
-    grouped_prompt_plan,
     has_prompt_plan,
     has_split_plan,
     has_thin_plan,
@@ -63,9 +62,9 @@ Halves = NDArray[np.float16]
 
 FEW_TOKENS = 32  # up to here, passes of the few-row function are at least as fast on a GPU
 FEW_PAIRS_PER_EXPERT = 2  # the same for grouped products
-# Where the function that decodes a tile once is the faster one (measured on the reference GPU):
-PROMPT_PAIRS_PER_EXPERT = 64  # from so many on, its larger tiles are full
-PROMPT_ROWS = 320  # dense: up to so many, of long rows, where tiles of 128 would be too few
+# Where the function that decodes a tile once is the faster one of two (measured on the reference
+# GPU): for up to so many, long rows, where tiles of 128 would be too few.
+PROMPT_ROWS = 320
 PROMPT_COLS = 5120
 ROUND_THREADS = 256
 ROW_TILE = 16  # weight rows of one host item
@@ -269,14 +268,6 @@ def _dense_plan(stream: Stream, matrix: Matrix, tokens: int) -> Plan:
     return many_plan(matrix, tokens, gpu.shared_bytes)
 
 
-def _grouped_plan(stream: Stream, matrix: Matrix, pairs: int, experts: int) -> Plan:
-    """The same for the pairs of experts."""
-    gpu = Gpu(shared_limit(stream), stream.num_multiprocessors)
-    if pairs >= PROMPT_PAIRS_PER_EXPERT * experts and has_prompt_plan(matrix, gpu, experts):
-        return grouped_prompt_plan(matrix, pairs, experts, gpu)
-    return grouped_many_plan(matrix, pairs, experts, gpu.shared_bytes)
-
-
 def _has_many(matrix: Matrix, rounded: Tensor) -> bool:
     """Whether the many-row function takes it: not float32, and rows of x in pieces of 16 bytes."""
     return (
@@ -429,7 +420,7 @@ def grouped_matmul(
     is_many = pairs > FEW_PAIRS_PER_EXPERT * experts
     if is_many and rounded is not None and _has_many(matrix, rounded):
         expect("grouped_matmul rounded", rounded, x.shape, np.float16)
-        plan = _grouped_plan(stream, matrix, pairs, experts)
+        plan = grouped_many_plan(matrix, pairs, experts, limit)
         kernel = _kernel(_bind_grouped_many, _grouped_reference, plan.unit)
         launch = plan.launch(items, grain)
         stream.launch(kernel, launch, x, rounded, blobs, row_of, expert_start, out, *numbers)
