@@ -10,13 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from strata_cli.engine.kernels.rope import (
-    HEAD_NORM_ROPE,
-    Heads,
-    head_norm_rope,
-    head_norm_rope_all,
-    rope_table,
-)
+from strata_cli.engine.kernels.rope import HEAD_NORM_ROPE, head_norm_rope, rope_table
 from strata_cli.errors import ShapeError
 from tests.kernels.lab import Lab, assert_close, normal
 
@@ -109,23 +103,3 @@ def test_wrong_shapes_are_refused_by_name(lab: Lab) -> None:
         head_norm_rope(lab.stream, src, weight, lab.empty((5, 6, 2)), positions, EPS, out)
     with pytest.raises(ShapeError, match=r"src: expected float32 \[2, 3, 17\]"):
         head_norm_rope(lab.stream, src, lab.empty((17,)), table, positions, EPS, out)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 3])
-def test_three_kinds_of_heads_together_are_those_alone(gpu_lab: Lab, num_tokens: int) -> None:
-    lab, table = gpu_lab, gpu_lab.put(rope_table(50, 16, 1e4))
-    positions = lab.put(np.arange(3, 3 + num_tokens, dtype=np.int32))
-    kinds = [
-        Heads(
-            lab.put(normal(seed, num_tokens, heads, stride)),
-            lab.put(normal(9 + seed, dim)),
-            lab.empty((num_tokens, heads, dim)),
-        )
-        for seed, (heads, stride, dim) in enumerate([(24, 512, 256), (2, 256, 256), (5, 33, 33)])
-    ]
-    head_norm_rope_all(lab.stream, kinds, table, positions, EPS)
-    for heads in kinds:
-        alone = lab.empty(heads.out.shape)
-        head_norm_rope(lab.stream, heads.src, heads.weight, table, positions, EPS, alone)
-        np.testing.assert_array_equal(lab.get(heads.out), lab.get(alone))

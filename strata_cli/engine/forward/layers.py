@@ -328,10 +328,11 @@ class Forward:
                 Product(weights.indexer.k, keys),
             ]
         matmul_several(stream, y, products, rounded)
-        kinds = [rope.Heads(q_gate, weights.q_norm, q), rope.Heads(k_raw, weights.k_norm, k)]
+        rope.head_norm_rope(stream, q_gate, weights.q_norm, table, positions, eps, q)
+        rope.head_norm_rope(stream, k_raw, weights.k_norm, table, positions, eps, k)
         if ratio:
-            kinds.append(rope.Heads(raw, weights.indexer.q_norm, take("index_q", num)))
-        rope.head_norm_rope_all(stream, kinds, table, positions, eps)
+            queries, norm = take("index_q", num), weights.indexer.q_norm
+            rope.head_norm_rope(stream, raw, norm, table, positions, eps, queries)
         attended, out = take("attended", num), take("out", num)
         for segment in batch.segments:
             state = segment.state.layers[index]

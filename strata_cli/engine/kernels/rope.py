@@ -7,8 +7,6 @@ by the angle position * theta ** (-2 j / rotary_dim); the others stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +20,6 @@ from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 THREADS = 128  # per block on a GPU, 16 for each head
-FEW_TOKENS = 32  # at most so many have their three kinds of heads turned by one launch
-TOGETHER = 3
 _STEP = 256  # positions between the angles that libm is asked for
 
 
@@ -57,40 +53,6 @@ def _turns(positions: range, frequencies: list[float]) -> NDArray[np.float64]:
     return turns.reshape(len(positions), len(frequencies), 2)
 
 
-class Heads(NamedTuple):
-    """Heads of one kind, as head_norm_rope's arguments of these names."""
-
-    src: Tensor
-    weight: Tensor
-    out: Tensor
-
-    def check(self, rope: Tensor, positions: Tensor) -> None:
-        """Check that extents and types fit.
-
-        Raises:
-            ShapeError: they do not.
-        """
-        expect_rank("head_norm_rope src", self.src, 3)
-        expect_rank("head_norm_rope rope", rope, 3)
-        num_tokens, num_heads, _ = self.src.shape
-        dim = self.weight.size
-        expect("head_norm_rope src", self.src, (num_tokens, num_heads, max(dim, self.src.shape[2])))
-        expect("head_norm_rope weight", self.weight, (dim,))
-        expect("head_norm_rope rope", rope, (rope.shape[0], min(dim // 2, rope.shape[1]), 2))
-        expect("head_norm_rope positions", positions, (num_tokens,), np.int32)
-        expect("head_norm_rope out", self.out, (num_tokens, num_heads, dim))
-
-    @property
-    def rows(self) -> int:
-        """Heads of all tokens."""
-        return self.src.shape[0] * self.src.shape[1]
-
-    @property
-    def extents(self) -> tuple[int, ...]:
-        """Rows, heads of a token, floats from one to the next, width."""
-        return self.rows, self.src.shape[1], self.src.shape[2], self.weight.size
-
-
 def head_norm_rope(
     stream: Stream,
     src: Tensor,
@@ -114,10 +76,15 @@ def head_norm_rope(
     Raises:
         ShapeError: an argument has another shape or type.
     """
-    heads = Heads(src, weight, out)
-    heads.check(rope, positions)
+    expect_rank("head_norm_rope src", src, 3)
+    expect_rank("head_norm_rope rope", rope, 3)
     num_tokens, num_heads, _ = src.shape
     dim = weight.size
+    expect("head_norm_rope src", src, (num_tokens, num_heads, max(dim, src.shape[2])))
+    expect("head_norm_rope weight", weight, (dim,))
+    expect("head_norm_rope rope", rope, (rope.shape[0], min(dim // 2, rope.shape[1]), 2))
+    expect("head_norm_rope positions", positions, (num_tokens,), np.int32)
+    expect("head_norm_rope out", out, (num_tokens, num_heads, dim))
     rows = num_tokens * num_heads
     launch = Launch(
         items=rows,
@@ -130,41 +97,6 @@ def head_norm_rope(
     )
     out = out.reshape(num_tokens * num_heads, dim)
     stream.launch(HEAD_NORM_ROPE, launch, src, weight, rope, positions, eps, out)
-
-
-def head_norm_rope_all(
-    stream: Stream, kinds: Sequence[Heads], rope: Tensor, positions: Tensor, eps: float
-) -> None:
-    """Enqueue head_norm_rope of each kind: on a GPU, three of few tokens, in one launch.
-
-    Args:
-        stream: enqueues here.
-        kinds: of heads; no output overlaps another's.
-        rope: as of head_norm_rope.
-        positions: as of head_norm_rope.
-        eps: as of head_norm_rope.
-
-    Raises:
-        ShapeError: an argument has another shape or type.
-    """
-    is_few = stream.shared_bytes > 0 and positions.shape[0] <= FEW_TOKENS
-    if not is_few or len(kinds) != TOGETHER:
-        for heads in kinds:
-            head_norm_rope(stream, heads.src, heads.weight, rope, positions, eps, heads.out)
-        return
-    for heads in kinds:
-        heads.check(rope, positions)
-    rows_of_block, widest = THREADS // 16, max(heads.weight.size for heads in kinds)
-    launch = Launch(
-        items=1,
-        grid=(sum(blocks(heads.rows, rows_of_block) for heads in kinds), 1, 1),
-        block=(THREADS, 1, 1),
-        shared_bytes=4 * widest * rows_of_block,
-        extents=(*(number for heads in kinds for number in heads.extents), rope.shape[1]),
-        early=True,
-    )
-    tensors = [tensor for heads in kinds for tensor in heads]
-    stream.launch(HEAD_NORM_ROPE_THREE, launch, *tensors, rope, positions, eps)
 
 
 @inline_jit
@@ -200,10 +132,6 @@ def _head_norm_rope(
         turn_row(out, item, rope, np.int64(positions[item // num_heads]))
 
 
-def _not_on_the_host(_begin: int, _end: int, *_: Any) -> None:
-    """The host turns one kind after the other."""
-
-
 def turn_reference(x: NDArray[np.float64], rope: Floats, positions: Ints) -> NDArray[np.float64]:
     """The rotation in plain numpy: x [T, ..., dim] turned to positions [T]."""
     half = rope.shape[1]
@@ -224,6 +152,3 @@ def head_norm_rope_reference(
 
 
 HEAD_NORM_ROPE = Kernel("head_norm_rope", _head_norm_rope, head_norm_rope_reference, "rope.cu")
-HEAD_NORM_ROPE_THREE = Kernel(
-    "head_norm_rope_three", _not_on_the_host, head_norm_rope_reference, "rope.cu"
-)
