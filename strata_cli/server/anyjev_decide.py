@@ -53,10 +53,7 @@ class DecideRequest(Struct, frozen=True, kw_only=True):
 
 
 class DecideAnswer(Struct, frozen=True, kw_only=True):
-    """Answer of /v1/decide about one item.
-
-    A list of items is answered by an object whose "decisions" has one of these for each.
-    """
+    """Answer of /v1/decide about one item."""
 
     answer: str
     index: int
@@ -64,6 +61,12 @@ class DecideAnswer(Struct, frozen=True, kw_only=True):
     margin: float | None
     route: str
     x_label_mass: float
+
+
+class DecideAnswers(Struct, frozen=True, kw_only=True):
+    """Answer of /v1/decide about items, in their order."""
+
+    decisions: list[DecideAnswer]
 
 
 def failure_answer(failure: Failure) -> Response:
@@ -147,10 +150,7 @@ async def _decide_all(request: Request, asked: Sequence[_Item]) -> list[dict[str
     found = await all_decided(
         request, service_of(request), ((item.state, [item.question]) for item in asked)
     )
-    return [
-        _answer(item.options, one.found.decisions[0])
-        for item, one in zip(asked, found, strict=True)
-    ]
+    return [_answer(item.options, one.decisions[0]) for item, one in zip(asked, found, strict=True)]
 
 
 def _answer(options: Sequence[str], found: Decision) -> dict[str, Any]:

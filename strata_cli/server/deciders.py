@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from strata_cli.decisions.decider import DEFAULT_RULES, Decider, DecisionRules, DecisionSet
+from strata_cli.decisions.decider import DEFAULT_RULES, Decider, Decision, DecisionRules
 from strata_cli.decisions.questions import Question
 from strata_cli.errors import Cancelled, InputError
 from strata_cli.server.decision_backend import DecisionBackend
@@ -18,6 +18,9 @@ from strata_cli.server.protocol import ModelFacts, Score, Scores
 from strata_cli.server.texts import ModelTexts
 
 MOST_THREADS = 8
+MOST_CHARACTERS = 1 << 26
+"""Of all prompts that are made at a time, about; of more questions, some are answered first."""
+
 MOST_QUESTIONS = 1024
 """A decider that has answered so many different ones is replaced: it keeps a prior of each."""
 
@@ -26,12 +29,14 @@ class Decided(NamedTuple):
     """The answers about one state.
 
     Attributes:
-        found: see there.
+        decisions: in the order asked.
         input_tokens: see DecisionBackend.
+        read_tokens: that were read for them.
     """
 
-    found: DecisionSet
+    decisions: tuple[Decision, ...]
     input_tokens: int
+    read_tokens: int
 
 
 class _Lent(NamedTuple):
@@ -146,9 +151,28 @@ class _Asker:
 
 def _decide(lent: _Lent, asker: _Asker, state: str, questions: Sequence[Question]) -> Decided:
     lent.keys.update(question.key for question in questions)
-    with lent.backend.asking(state, asker.ask):
-        found = lent.decider.decide(state, questions)
-        return Decided(found, lent.backend.input_tokens)
+    decisions, input_tokens, read_tokens = list[Decision](), 0, 0
+    for some in _parts(state, questions):
+        with lent.backend.asking(state, asker.ask):
+            found = lent.decider.decide(state, some)
+            decisions += found.decisions
+            input_tokens += lent.backend.input_tokens
+            read_tokens += found.tokens.read_tokens
+    return Decided(tuple(decisions), input_tokens, read_tokens)
+
+
+def _parts(state: str, questions: Sequence[Question]) -> Iterator[list[Question]]:
+    """The questions in order, so many at a time that their prompts are not too much together."""
+    some, characters = list[Question](), 0
+    for question in questions:
+        orders = 1 if question.by_text or question.kind == "score" else len(question.options)
+        text = len(state) + len(question.text) + sum(map(len, question.options))
+        if some and characters + orders * text > MOST_CHARACTERS:
+            yield some
+            some, characters = [], 0
+        some.append(question)
+        characters += orders * text
+    yield some
 
 
 def _cancelled() -> Cancelled:

@@ -173,13 +173,12 @@ async def decisions(request: Request) -> Response:
     except ContextError as error:
         raise too_long(error) from None
     answers = [
-        _answer(one, found)
-        for one, found in zip(asked.questions, answer.found.decisions, strict=True)
+        _answer(one, found) for one, found in zip(asked.questions, answer.decisions, strict=True)
     ]
     headers = ignored_headers(
         parsed._replace(ignored=tuple(name for name in parsed.ignored if name not in HINTS))
     )
-    usage = _usage(answer.input_tokens, answer.found.tokens.read_tokens)
+    usage = _usage(answer.input_tokens, answer.read_tokens)
     return json_response(
         {"model": service.texts.name, "answers": answers, "usage": usage}, headers=headers
     )

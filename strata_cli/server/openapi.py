@@ -43,6 +43,34 @@ class ErrorAnswer(Struct, frozen=True):
     error: ErrorBody
 
 
+class Detail(Struct, frozen=True):
+    """What is wrong in a body, and where."""
+
+    loc: list[str]
+    msg: str
+    type: str
+
+
+class ErrorKind(Struct, frozen=True):
+    """What failed."""
+
+    error_type: str
+    message: str
+
+
+class SystemOneError(Struct, frozen=True):
+    """Body of an error of /v1/systemone."""
+
+    error: ErrorBody
+    detail: list[Detail] | ErrorKind
+
+
+class TextError(Struct, frozen=True):
+    """Body of an error of /v1/decide, unless the route is not reached."""
+
+    error: str | ErrorBody
+
+
 class Tokens(Struct, frozen=True):
     """Answer of /tokenize."""
 
@@ -70,6 +98,8 @@ class _Post(NamedTuple):
     answer: type[Struct]
     chunk: type[Struct] | None = None
     errors: tuple[str, ...] = ()
+    another: type[Struct] | None = None
+    failure: type[Struct] = ErrorAnswer
 
 
 _CHAT = _Post("Answer a conversation.", schemas.ChatRequest, replies.Chat, replies.ChatChunk)
@@ -84,6 +114,7 @@ _POSTS = {
         systemone.SystemOneRequest,
         systemone.SystemOneAnswer,
         errors=("422",),
+        failure=SystemOneError,
     ),
     "/v1/decisions": _Post(
         "Answer questions about an input, as OpenAI's Decisions.",
@@ -94,6 +125,8 @@ _POSTS = {
         "Answer a question about a state, or a list of them, as AnyJev's gateway.",
         anyjev_decide.DecideRequest,
         anyjev_decide.DecideAnswer,
+        another=anyjev_decide.DecideAnswers,
+        failure=TextError,
     ),
     "/tokenize": _Post("Token ids of a text or a chat.", schemas.TokenizeRequest, Tokens),
     "/detokenize": _Post("Text of token ids.", schemas.DetokenizeRequest, Text),
@@ -147,7 +180,8 @@ _KEYS = {
 def _schemas() -> dict[str, Any]:
     kinds: list[type[Struct]] = [ErrorAnswer]
     for route in _POSTS.values():
-        kinds += [route.body, route.answer, *([route.chunk] if route.chunk else [])]
+        more = [kind for kind in (route.chunk, route.another) if kind is not None]
+        kinds += [route.body, route.answer, route.failure, *more]
     _, components = msgspec.json.schema_components(dict.fromkeys(kinds), ref_template=REF)
     return components
 
@@ -161,7 +195,10 @@ def _get(path: str, summary: str) -> dict[str, Any]:
 
 
 def _post(route: _Post) -> dict[str, Any]:
-    content: dict[str, Any] = {JSON: {"schema": _ref(route.answer)}}
+    schema: dict[str, Any] = _ref(route.answer)
+    if route.another is not None:
+        schema = {"anyOf": [schema, _ref(route.another)]}
+    content: dict[str, Any] = {JSON: {"schema": schema}}
     if route.chunk is not None:
         content["text/event-stream"] = {}
     return {
@@ -169,13 +206,13 @@ def _post(route: _Post) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {JSON: {"schema": _ref(route.body)}}},
         "responses": {
             "200": {"description": "The answer.", "content": content},
-            **_errors(*ERRORS, *route.errors),
+            **_errors(*ERRORS, *route.errors, kind=route.failure),
         },
     }
 
 
-def _errors(*codes: str) -> dict[str, Any]:
-    content = {JSON: {"schema": _ref(ErrorAnswer)}}
+def _errors(*codes: str, kind: type[Struct] = ErrorAnswer) -> dict[str, Any]:
+    content = {JSON: {"schema": _ref(kind)}}
     return {
         code: {"description": ERRORS.get(code, "Not now, or not here."), "content": content}
         for code in sorted(codes)

@@ -37,8 +37,9 @@ from strata_cli.server.failures import (
     bad_request,
     for_system_one,
 )
-from strata_cli.server.service import json_response, service_of
+from strata_cli.server.service import json_response, request_id, service_of
 
+MOST_QUESTIONS = 400
 MEDIA = ("assets", "images", "audio", "videos")
 DEFAULT_TEXT = {
     "noul": "Does this apply?",
@@ -87,7 +88,7 @@ class SystemOneRequest(Struct, frozen=True, kw_only=True):
     """Body of POST /v1/systemone; other fields are ignored."""
 
     state: Text
-    questions: Annotated[dict[str, AnyQuestion], Meta(min_length=1)]
+    questions: Annotated[dict[str, AnyQuestion], Meta(min_length=1, max_length=MOST_QUESTIONS)]
     model: str | None = None
 
 
@@ -193,7 +194,7 @@ async def systemone(request: Request) -> Response:
             answer = await decided(request, service, state, questions)
         except ContextError as error:
             raise too_long(error) from None
-        found = {one.question.id: one for one in answer.found.decisions}
+        found = {one.question.id: one for one in answer.decisions}
         input_tokens = answer.input_tokens
     return json_response(
         {
@@ -205,7 +206,8 @@ async def systemone(request: Request) -> Response:
             "usage": {"input_tokens": input_tokens, "output_tokens": 0},
             "x_canonical": True,
             "x_level": service.deciders.rules.level,
-        }
+        },
+        headers={"x-typesafe-request-id": request_id(request)},
     )
 
 

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from strata_cli.errors import OutOfMemory
-from strata_cli.server import decision_backend
+from strata_cli.server import deciders, decision_backend
 from strata_cli.server.access import AccessRules
 from strata_cli.server.decision_forms import distance_confidence, peak_confidence
 from strata_cli.server.protocol import Score, Scores, Timings
@@ -353,3 +353,20 @@ def test_ends_of_a_huge_request_are_asked_for_in_parts(monkeypatch: pytest.Monke
     monkeypatch.setattr(decision_backend, "MOST_TOKENS", 700)
     assert ask(new_app(parts), "/v1/systemone", state="x", questions=asked).json == whole
     assert len(parts.scored) > 5 * len(engine.scored) > 0
+
+
+def test_very_many_questions_are_answered_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {str(number): {**CHOICE, "instructions": f"No. {number}?"} for number in range(5)}
+    whole, parts = ScoringEngine(), ScoringEngine()
+    body = ask(new_app(whole), "/v1/systemone", state="x", questions=asked).json
+    monkeypatch.setattr(deciders, "MOST_CHARACTERS", 50)
+    other = ask(new_app(parts), "/v1/systemone", state="x", questions=asked).json
+    assert other["answers"] == body["answers"]
+    assert len(parts.scored) > len(whole.scored)
+    answer = ask(
+        new_app(whole),
+        "/v1/systemone",
+        state="x",
+        questions=dict.fromkeys(map(str, range(401)), CHOICE),
+    )
+    assert answer.status == 422
