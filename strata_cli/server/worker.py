@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+WARM_UP_TOKENS = 40  # more than kernels of few rows take
 END_S = 5.0  # a pass that runs when the end is wanted may take so long
 
 
@@ -62,6 +63,16 @@ def main() -> int:
         return _serve(channel)
     finally:
         channel.close()
+
+
+def _warm_up(engine: Engine) -> None:
+    """Read a little, so that no request waits for what is loaded and compiled only once."""
+    from strata_cli.engine.reading import next_token_logprobs
+
+    tokens = [0] * min(WARM_UP_TOKENS, engine.context_tokens - 1)
+    with engine.sequence() as sequence, engine.canonical():
+        sequence.prefill(tokens)
+        next_token_logprobs(sequence.step(0), 1, (0,))
 
 
 class _Constraints:
@@ -161,17 +172,18 @@ class EngineWorker:
                 notice=lambda text: self._channel.send(Loading(phase="notice", text=text)),
                 compiling=self._loading("kernels"),
             ) as engine,
-            Scheduler(
+        ):
+            _warm_up(engine)
+            with Scheduler(
                 engine,
                 self._channel.send,
                 parallel=config.parallel,
                 rules=CacheRules.of(config),
                 make_constraint=_Constraints(engine.tokenizer),
-            ) as scheduler,
-        ):
-            self._scheduler = scheduler
-            self._channel.send(Hello(facts=_facts(engine, config.parallel)))
-            self._work(scheduler)
+            ) as scheduler:
+                self._scheduler = scheduler
+                self._channel.send(Hello(facts=_facts(engine, config.parallel)))
+                self._work(scheduler)
 
     def _loading(self, phase: Literal["weights", "kernels"]) -> Callable[[int, int], None]:
         def tell(done: int, total: int) -> None:
