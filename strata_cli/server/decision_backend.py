@@ -27,6 +27,9 @@ Row: TypeAlias = tuple[float, ...]
 MOST_TOKENS = 1 << 18
 """Of the ends in one request to the engine, about; more are asked in several."""
 
+MOST_ENDS = 256
+"""In one request to the engine, which holds the logits of those that it reads together."""
+
 OWN_TOKENS = 512
 """A group that would read more tokens several times is asked for by itself."""
 
@@ -245,7 +248,8 @@ def _parts(lengths: Sequence[int]) -> Iterator[slice]:
     """Consecutive ends that are asked for at once; no ends are one part."""
     start, tokens = 0, 0
     for number, length in enumerate(lengths):
-        if number > start and tokens + length > MOST_TOKENS:
+        is_full = tokens + length > MOST_TOKENS or number - start >= MOST_ENDS
+        if number > start and is_full:
             yield slice(start, number)
             start, tokens = number, 0
         tokens += length
