@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ from strata_cli.server.failures import bad_request
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 WHITESPACE = r"[ \n\t]{0,20}"  # between JSON's parts; bounded, or a weak model never ends
+MOST_PROPERTIES = (
+    2000  # the time that a grammar takes grows with the square: here it is two seconds
+)
+LONGEST_SCHEMA = 1 << 18
 
 
 def format_grammar(response_format: Mapping[str, Any] | None) -> str | None:
@@ -44,6 +49,7 @@ def json_grammar(schema: Mapping[str, Any] | bool, where: str) -> str:
     """
     from llguidance import LLMatcher  # only answers with a format need it
 
+    check_size(schema, where)
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             schema,  # type: ignore[arg-type]  # true and false are schemas, too
@@ -52,6 +58,31 @@ def json_grammar(schema: Mapping[str, Any] | bool, where: str) -> str:
     except (TypeError, ValueError) as error:
         raise bad_request(f"{where} is no JSON schema: {error}", where) from error
     return checked(grammar, where)
+
+
+def check_size(schema: object, where: str) -> None:
+    """Refuse what everybody would have to wait for.
+
+    Args:
+        schema: a JSON schema, or JSON with schemas in it.
+        where: the request's field, for messages.
+
+    Raises:
+        RequestFailed: 400, it is too large.
+    """
+    properties = _num_properties(schema)
+    try:
+        length = len(json.dumps(schema))
+    except RecursionError:
+        raise bad_request(f"{where} is nested too deeply", where) from None
+    if properties > MOST_PROPERTIES:
+        raise bad_request(
+            f"{where} has {properties} properties, and {MOST_PROPERTIES} are the most", where
+        )
+    if length > LONGEST_SCHEMA:
+        raise bad_request(
+            f"{where} has {length} characters, and {LONGEST_SCHEMA} are the most", where
+        )
 
 
 def with_spaces(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -94,3 +125,16 @@ def _schema(response_format: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(schema, Mapping):
         raise bad_request(f"{where}.schema must be a JSON schema", f"{where}.schema")
     return schema
+
+
+def _num_properties(schema: object) -> int:
+    count, left = 0, [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            named = (value.get("properties"), value.get("required"))
+            count += max(len(names) if isinstance(names, Mapping | list) else 0 for names in named)
+            left.extend(value.values())
+        elif isinstance(value, list):
+            left.extend(value)
+    return count

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strata_cli.server.failures import bad_request
-from strata_cli.server.formats import json_grammar, lark_grammar, with_spaces
+from strata_cli.server.formats import check_size, json_grammar, lark_grammar, with_spaces
 from strata_cli.server.schemas import Json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -107,6 +107,7 @@ def call_grammar(use: ToolUse, template: TemplateTools) -> str | None:
     """
     if not use.must_call:
         return None
+    check_size([tool.parameters for tool in use.tools], "tools")
     for index, tool in enumerate(use.tools):
         json_grammar(tool.parameters, f"tools[{index}].function.parameters")
     more = "" if use.is_single else f' ("\\n{OPEN}\\n" call "\\n{CLOSE}")*'

@@ -219,3 +219,30 @@ def test_plain_text_needs_no_grammar() -> None:
     assert format_grammar({"type": "text"}) is None
     assert constraint_of(None, 3) is None
     assert call_grammar(tool_use([WEATHER], "auto", None), LISTS) is None
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {f"k{i}": {} for i in range(2001)}}, "2001 properties, and 2000 are"),
+        ({"anyOf": [{"required": [f"k{i}" for i in range(2001)]}]}, "2001 properties"),
+        ({"enum": ["x" * (1 << 18)]}, "characters, and 262144 are the most"),
+        (nested(400), "recursion limit|nested too deeply"),
+        (nested(5000), "nested too deeply"),
+    ],
+)
+def test_schemas_that_would_hold_everybody_up_are_refused(schema: Any, message: str) -> None:
+    with pytest.raises(RequestFailed, match=message) as failed:
+        format_grammar({"type": "json_schema", "json_schema": {"schema": schema}})
+    assert failed.value.failure.param == "response_format.json_schema.schema"
+    half: Any = {"properties": {f"k{i}": {} for i in range(1001)}}
+    tools = [{"function": {"name": name, "parameters": half}} for name in "ab"]
+    with pytest.raises(RequestFailed, match="tools has 2002 properties"):
+        call_grammar(tool_use(tools, "required", None), LISTS)
