@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.decision_cost import with_context
 from tests.server.running import Running, serving
 
-STATE = "A fast multiplayer shooter in which teams fight over flags on many maps. " * 8
+STATE = "A fast multiplayer shooter in which teams fight over flags on many maps. " * 16
 SECTION, GAME, PACE = "Which section is it?", "Is this a game?", "How fast is it?"
 OPTIONS, LEVELS = ["mail", "games", "python", "fonts"], ["slow", "brisk", "fast"]
 TIMEOUT_S = 600

@@ -57,15 +57,15 @@ CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
 def for_system_one(failure: Failure) -> Failure:
-    """The same for System One's clients: what is wrong in a body is 422, and detailed."""
-    status = 422 if failure.status == 400 else failure.status
-    detail = failure.detail
-    if detail is None and status == 422 and failure.code != CONTEXT_EXCEEDED:
+    """The same for System One's clients, who want 422 and the place of what is wrong in a body."""
+    if failure.code == CONTEXT_EXCEEDED:
+        detail: Any = {"error_type": "tokens_exceeded", "message": failure.message}
+        return replace(failure, status=413, detail=detail)
+    if failure.status == 400:
         detail = [{"loc": ["body"], "msg": failure.message, "type": failure.code or "value_error"}]
-    elif detail is None:
-        word = "tokens_exceeded" if status == 422 else failure.kind
-        detail = {"error_type": word, "message": failure.message}
-    return replace(failure, status=status, detail=detail)
+        return replace(failure, status=422, detail=detail)
+    detail = failure.detail or {"error_type": failure.kind, "message": failure.message}
+    return replace(failure, detail=detail)
 
 
 class RequestFailed(Exception):  # noqa: N818 - says what happened; Failure says how it is told

@@ -214,7 +214,7 @@ def test_a_model_without_the_labels_says_so_to_each() -> None:
 def test_a_state_longer_than_the_context_says_both_numbers() -> None:
     app = new_app(FakeEngine())
     systemone = ask(app, "/v1/systemone", state="x" * 99, questions={"a": CHOICE})
-    assert systemone.status == 422
+    assert systemone.status == 413
     assert systemone.json["detail"]["error_type"] == "tokens_exceeded"
     assert "the context of 64 tokens" in systemone.json["detail"]["message"]
     asked = {"type": "choice", "instructions": "?", "choices": [{"value": "a"}, {"value": "b"}]}
