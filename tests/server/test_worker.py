@@ -151,7 +151,7 @@ def test_leaving_a_long_prompt_frees_the_engine_at_once() -> None:
     ("settings", "cls", "text"),
     [
         ({"model": Path("/no/such/model.gguf")}, ModelError, "/no/such/model.gguf"),
-        ({"device": "cuda:77"}, ConfigError, "NVIDIA driver|cuda:77"),
+        ({"device": "cuda:77"}, ConfigError, "cuda-python|NVIDIA driver|cuda:77"),
         ({"max_context": 10**8}, StrataError, "--max-context 100000000 is more"),
     ],
 )
