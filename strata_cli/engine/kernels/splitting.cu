@@ -10,10 +10,11 @@ constexpr int SHARES = 1024;  // a share of misses is a whole number of such par
 //   ids [T,k] i32, blobs [E] i64 addresses, link_share [1] i32 -> places [T,k] i32
 //   grid 1, block P rounded up to whole warps, shared 8 * P bytes; reads 4 * P bytes P times from
 //   shared memory, which is nothing: the launch bounds it
-extern "C" __global__ void split_pairs(const int *ids, const long long *blobs, const int *link_share,
-                                       long long first_slot, long long end_slots,
-                                       long long least_dropped, int *places, long long num_pairs,
-                                       long long top_k, long long num_experts) {
+extern "C" __global__ void split_pairs(const int *ids, const long long *blobs,
+                                       const int *link_share, long long first_slot,
+                                       long long end_slots, long long least_dropped, int *places,
+                                       long long num_pairs, long long top_k,
+                                       long long num_experts) {
     start_early();
     extern __shared__ int expert_of[];
     const int pairs = static_cast<int>(num_pairs), k = static_cast<int>(top_k);
