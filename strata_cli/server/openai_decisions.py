@@ -271,14 +271,13 @@ def _text(parts: object, place: str) -> str:
 
 
 def _part(part: object, place: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    assert isinstance(part, Mapping) or kind is None
-    if isinstance(part, Mapping):
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if kind in (*TEXT_PARTS, "refusal") and isinstance(text, str):
-            return text
-        if kind == "input_json" and isinstance(part.get("data"), dict | list):
-            return json.dumps(part["data"], indent=2, ensure_ascii=False)
+    fields: Mapping[str, Any] = part if isinstance(part, Mapping) else {}
+    kind = fields.get("type")
+    text = fields.get("refusal" if kind == "refusal" else "text")
+    if kind in (*TEXT_PARTS, "refusal") and isinstance(text, str):
+        return text
+    if kind == "input_json" and isinstance(fields.get("data"), dict | list):
+        return json.dumps(fields["data"], indent=2, ensure_ascii=False)
     raise bad_request(
         f"{place}: only parts of text and JSON are served, not {str(kind)[:60]!r}",
         param=place,

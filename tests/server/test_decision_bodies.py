@@ -370,3 +370,20 @@ def test_very_many_questions_are_answered_some_at_a_time(monkeypatch: pytest.Mon
         questions=dict.fromkeys(map(str, range(401)), CHOICE),
     )
     assert answer.status == 422
+
+
+def test_parts_of_text_and_json_become_one_state() -> None:
+    engine = ScoringEngine()
+    asked = {"type": "choice", "instructions": "?", "choices": [{"value": "a"}, {"value": "b"}]}
+    content = [
+        {"type": "input_text", "text": "seen"},
+        {"type": "input_json", "data": {"é": [1]}},
+    ]
+    said = [{"type": "refusal", "refusal": "no"}]
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": said}]
+    app = new_app(engine)
+    assert ask(app, "/v1/decisions", model="m", input=turns, questions=[asked]).status == 200
+    text = 'user: seen\n{\n  "é": [\n    1\n  ]\n}\nassistant: no'
+    prefix, engine.scored = engine.scored[0].prefix, []
+    assert ask(app, "/v1/decide", state=text, question="?", options=["a", "b"]).status == 200
+    assert engine.scored[0].prefix == prefix
