@@ -788,7 +788,15 @@ def _share(
     leaves_out = 0 < rules.tail_skip < top_k
     if store is None or not (leaves_out or rules.has_pool):
         return None
-    if store.cache.num_slots == store.num_layers * store.num_experts or not store.is_pinned.all():
+    if store.cache.num_slots == store.num_layers * store.num_experts:
+        return None
+    if not store.is_pinned.all():
+        logger.warning(
+            "--pcie-frac and STRATA_ROUTE_TAIL_SKIP have no effect: they need all experts in "
+            "page-locked memory, which has %d of %d",
+            np.count_nonzero(store.is_pinned),
+            store.is_pinned.size,
+        )
         return None
     pool = None
     if rules.has_pool:

@@ -235,3 +235,13 @@ def test_a_plan_has_a_ring_for_steps_where_not_all_is_pinned(
 def _generate(sequence: Sequence, tokens: tuple[int, ...]) -> None:
     for token in tokens:
         sequence.step(token)
+
+
+@pytest.mark.parametrize("more", [{"tail_skip": 1}, {"link_share": 0.5}, {}])
+def test_what_needs_all_experts_pinned_says_that_it_has_no_effect(
+    path: Path, device_name: str, caplog: pytest.LogCaptureFixture, more: dict[str, Any]
+) -> None:
+    with Way(pinned=HALF, **more).open(path, device_name) as engine:
+        assert engine._residency is not None
+        assert not engine._residency.deviates
+    assert ("have no effect" in caplog.text) is bool(more)
