@@ -22,13 +22,14 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTICE = "<!-- Written by tools/generate_docs.py; `make docs` writes it again. -->"
 
 SETTINGS_INTRO = """\
-Every setting is a flag, a `STRATA_*` variable and a key of the TOML file that `--config FILE` or
-`STRATA_CONFIG` names. A flag wins over a variable, a variable over the file, the file over the
-default. A wrong value ends the command with exit code 2 and a message that names where the value
-came from and what is expected. An unknown key is an error, an unknown `STRATA_*` variable a
-warning, both with the nearest real name. A command shows a flag only where it uses the setting;
-variables and keys may always be set. Relative paths start at the current directory; `~` and
-`~name` at the front of a path are home folders.
+Every setting is a `STRATA_*` variable and a key of the TOML file that `--config FILE` or
+`STRATA_CONFIG` names, and most are flags. A flag wins over a variable, a variable over the file,
+the file over the default. A wrong value ends the command with exit code 2 and a message that names
+where the value came from and what is expected. An unknown key is an error, an unknown `STRATA_*`
+variable a warning, both with the nearest real name. A command has a flag only where it uses the
+setting, and no command has one where the column Flag is empty; variables and keys may always be
+set. Relative paths start at the current directory; `~` and `~name` at the front of a path are home
+folders.
 
 Numbers are plain ASCII decimals: no sign, space or `_`. Where a number may be `auto`, that word is
 the only way to ask for it, and 0 is an error; elsewhere 0 means what the last column says."""
@@ -51,12 +52,15 @@ stdin; a file of that name is given with its whole path.
 def settings_page() -> str:
     """docs/settings.md: one row per setting."""
     rows = []
+    commands = _commands(strata, click.Context(strata))
+    flags = {flag for _, command in commands for param in command.params for flag in param.opts}
     for spec in fields(StrataConfig):
-        parse = parser_of(spec)
-        names = [spec.name, flag_of(spec.name), variable_of(spec.name)]
+        parse, flag = parser_of(spec), flag_of(spec.name)
         rows.append(
             (
-                *map(_code, names),
+                _code(spec.name),
+                _code(flag) if flag in flags else "",
+                _code(variable_of(spec.name)),
                 parse.expected,
                 _code(parse.show(spec.default)),
                 spec.metadata["help"],
@@ -70,13 +74,19 @@ def cli_page(group: click.Group) -> str:
     """docs/cli.md: usage, text and options of every command."""
     context = click.Context(group, info_name="strata")
     sections = []
+    for name, command in _commands(group, context):
+        sections += list(_command_section(name, command, context))
+    return _page("Command line", CLI_INTRO, *sections)
+
+
+def _commands(group: click.Group, context: click.Context) -> Iterator[tuple[str, click.Command]]:
+    """Every command by its full name, each followed by its subcommands."""
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
-        sections += list(_command_section(name, command, context))
+        yield name, command
         for sub in getattr(command, "subcommands", ()):
-            sections += list(_command_section(f"{name} {sub.name}", sub, context))
-    return _page("Command line", CLI_INTRO, *sections)
+            yield f"{name} {sub.name}", sub
 
 
 def _command_section(name: str, command: click.Command, parent: click.Context) -> Iterator[str]:

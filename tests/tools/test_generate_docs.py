@@ -8,11 +8,20 @@ from strata_cli.config import field_names, flag_of, variable_of
 from tools.generate_docs import PAGES, cli_page, settings_page, stale_pages, write_pages
 
 
-def test_every_setting_has_a_row_with_its_three_names() -> None:
+def test_every_setting_has_a_row_with_its_names() -> None:
     rows = [line for line in settings_page().splitlines() if line.startswith("| `")]
     assert len(rows) == len(field_names())
     for name, row in zip(field_names(), rows, strict=True):
-        assert row.startswith(f"| `{name}` | `{flag_of(name)}` | `{variable_of(name)}` | ")
+        key, flag, variable = row.split(" | ")[:3]
+        assert (key, variable) == (f"| `{name}`", f"`{variable_of(name)}`")
+        assert flag in (f"`{flag_of(name)}`", "")
+
+
+def test_a_flag_is_shown_where_a_command_has_it() -> None:
+    settings, cli = settings_page(), PAGES["cli.md"]()
+    for name in field_names():
+        flag = f"`{flag_of(name)}`"
+        assert (f"| {flag} |" in settings) is (f"| {flag} " in cli)
 
 
 def test_a_command_is_shown_with_arguments_options_and_text() -> None:
