@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from msgspec import UNSET, UnsetType
@@ -13,7 +14,7 @@ from strata_cli.server.asking import Wanted, ask
 from strata_cli.server.failures import bad_request
 from strata_cli.server.logprobs import CompletionLogprobs, Entry, Spelling
 from strata_cli.server.replies import Completion, CompletionChoice, Usage
-from strata_cli.server.running import Head, Run, Tail, new_head, wants_usage
+from strata_cli.server.running import Head, Run, Tail, Whole, new_head, wants_usage
 from strata_cli.server.schemas import CompletionRequest
 from strata_cli.server.service import (
     Service,
@@ -25,6 +26,8 @@ from strata_cli.server.service import (
 from strata_cli.server.streaming import EventStream, event, until_gone
 
 DEFAULT_TOKENS = 16  # OpenAI's
+MOST_REPORTED = 1 << 18  # log-probabilities of prompts in one answer
+QUICKLY_REPORTED = 1 << 12  # so many are written out at once
 
 
 async def completions(request: Request) -> Response:
@@ -56,15 +59,18 @@ class _CompletionRun:
         self._head: Head = new_head(service, "cmpl", request_id(request))
         as_ids = bool(body.return_tokens_as_token_ids)
         self._spelling = Spelling(service.texts.tokenizer, as_ids=as_ids)
+        self._top = body.logprobs
 
     async def whole(self) -> Completion:
         """The choices as one body."""
         with self._service.queue.enter():
             run = await self._run()
-            choices = [
-                self._choice(index, choice.text, choice.entries, choice.finish)
-                for index, choice in enumerate(await run.whole())
-            ]
+            wholes = await run.whole()
+            num_reported = sum(len(whole.entries) for whole in wholes) * (1 + (self._top or 0))
+            if num_reported <= QUICKLY_REPORTED:
+                choices = self._choices(wholes)
+            else:  # takes seconds, in which others are answered
+                choices = await asyncio.to_thread(self._choices, wholes)
             tail = run.tail()
             return self._body_of(choices, tail, usage=tail.usage)
 
@@ -88,6 +94,8 @@ class _CompletionRun:
         max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         echoes = bool(body.echo)
         wanted = Wanted(body.logprobs, of_prompt=echoes and body.logprobs is not None)
+        if wanted.of_prompt:
+            _check_reported(prompts, body.n or 1, self._top or 0)
         asked = ask(body, prompts, max_tokens, wanted, await service.grounds(self._request))
         tokenizer = service.texts.tokenizer
         answers = [Answer(job, asked, tokenizer, echoes=echoes) for job in asked.jobs]
@@ -110,6 +118,12 @@ class _CompletionRun:
             strata=tail.strata if tail else UNSET,
         )
 
+    def _choices(self, wholes: Sequence[Whole]) -> list[CompletionChoice]:
+        return [
+            self._choice(index, choice.text, choice.entries, choice.finish)
+            for index, choice in enumerate(wholes)
+        ]
+
     def _choice(
         self, index: int, text: str, entries: Sequence[Entry], finish: str | None
     ) -> CompletionChoice:
@@ -118,8 +132,21 @@ class _CompletionRun:
         )
 
     def _logprobs(self, entries: Sequence[Entry]) -> CompletionLogprobs | None:
-        top = self._body.logprobs
-        return None if top is None else self._spelling.completion(entries, has_chosen=top > 0)
+        if self._top is None:
+            return None
+        return self._spelling.completion(entries, has_chosen=self._top > 0)
+
+
+def _check_reported(prompts: Sequence[Sequence[int]], num_choices: int, top: int) -> None:
+    """Refuse answers of hundreds of megabytes."""
+    num_tokens = num_choices * sum(map(len, prompts))
+    if num_tokens * (top + 1) > MOST_REPORTED:
+        raise bad_request(
+            f"echo of {num_tokens} prompt tokens with {top} logprobs each would report "
+            f"{num_tokens * (top + 1)} log-probabilities, and {MOST_REPORTED} are the most of one "
+            "request; try: fewer logprobs, or fewer prompts",
+            "logprobs",
+        )
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:

@@ -163,6 +163,18 @@ def test_echo_puts_the_prompt_in_front_with_its_logprobs(max_tokens: int, stream
     assert logprobs["top_logprobs"][:2] == [None, {"bytes:\\xc3": -0.5, "a": -1.0}]
 
 
+def test_more_logprobs_of_prompts_than_fit_an_answer_are_refused() -> None:
+    fields = {"echo": True, "max_tokens": 0, "logprobs": 256, "n": 2}
+    engine = FakeEngine(WORLD)
+    most = (1 << 18) // 257 // 2 // 50
+    many = [[1] * 50] * (most + 1)
+    answer = ask(new_app(engine), "/v1/completions", **fields, prompt=many)
+    assert (answer.status, answer.error["param"]) == (400, "logprobs")
+    assert f"{(most + 1) * 100} prompt tokens with 256 logprobs" in answer.error["message"]
+    assert not engine.asked
+    assert complete(engine, **fields, prompt=many[1:]).status == 200
+
+
 def test_echo_without_logprobs_asks_for_none() -> None:
     engine = FakeEngine(WORLD)
     item = choice(engine, echo=True, max_tokens=1)
