@@ -491,9 +491,11 @@ class Engine:
                     hint=f"ids go from 0 to {vocab - 1}",
                 )
         if position + len(ids) > context:
+            most = self.spec.context_tokens
+            more = f", or raise --max-context, to {most} at most" if context < most else ""
             raise InputError(
                 f"{position + len(ids)} tokens do not fit the context of {context}",
-                hint="shorten the prompt or raise --max-context",
+                hint=f"shorten the prompt{more}",
             )
 
     def _learn_prompt(self) -> None:
