@@ -393,7 +393,7 @@ class Engine:
         if num_tokens > self.chunk_tokens:
             raise ShapeError(f"{num_tokens} tokens do not fit a pass of {self.chunk_tokens}")
         with self._watch.prompt(pieces[0].state.position, num_tokens):
-            return read_mixed(
+            rows = read_mixed(
                 self._forward,
                 self._port,
                 pieces,
@@ -402,6 +402,8 @@ class Engine:
                 streamer=self._streamer,
                 cancellation=cancellation,
             )
+        self._learn_prompt()
+        return rows
 
     def score_together(
         self,
@@ -470,6 +472,7 @@ class Engine:
             is_exact=self._is_exact,
             streamer=self._streamer,
         )
+        self._learn_prompt()
         for row in rows:
             assert row is not None
             yield row
@@ -499,7 +502,7 @@ class Engine:
             )
 
     def _learn_prompt(self) -> None:
-        """Add the use of the prompt that was just read to the profile, if one is learned."""
+        """Add the use of the streamed pass that is just over to the profile, if one is learned."""
         if self._learner is None or self._streamer is None or self.is_canonical:
             return
         if self._streamer.use is not None:

@@ -351,6 +351,18 @@ class TestLearning:
                 answer(sequence)
         assert self.use(path, file).sum() == NUM_LAYERS * TOP_K * (228 + len(ANSWER))
 
+    def test_it_counts_passes_that_sequences_share(self, path: Path, file: Path) -> None:
+        opened = Engine.open(self.options(path, file, expert_cache=30))
+        with opened as engine, engine.sequence() as one, engine.sequence() as other:
+            engine.read_together([Part(one, text(60)), Part(other, text(50))])
+        assert self.use(path, file).sum() == NUM_LAYERS * TOP_K * 110
+
+    def test_it_counts_steps_of_experts_that_stay_in_the_file(self, path: Path, file: Path) -> None:
+        options = self.options(path, file, expert_cache=30, pinned_bytes=0)
+        with Engine.open(options) as engine, engine.sequence() as sequence:
+            answer(sequence)
+        assert self.use(path, file).sum() == NUM_LAYERS * TOP_K * len(ANSWER)
+
     def test_it_goes_on_from_what_was_known(self, path: Path, file: Path) -> None:
         for _ in range(2):
             known = file if file.exists() else None
