@@ -24,16 +24,10 @@ from strata_cli.server.replies import (
     Delta,
     DeltaChoice,
 )
-from strata_cli.server.running import Head, Run, Tail, Whole, new_head, wants_usage
+from strata_cli.server.running import Head, Run, Tail, Whole, new_head, respond, wants_usage
 from strata_cli.server.schemas import ChatRequest
-from strata_cli.server.service import (
-    Service,
-    ignored_headers,
-    json_response,
-    request_id,
-    service_of,
-)
-from strata_cli.server.streaming import EventStream, event, until_gone
+from strata_cli.server.service import Service, request_id, service_of
+from strata_cli.server.streaming import event
 from strata_cli.server.tool_calls import CallReader, ToolCall
 
 REST_OF_CONTEXT = -1
@@ -43,12 +37,7 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
     parsed = await service.parse(request, ChatRequest)
-    chat = _ChatRun(service, request, parsed.request)
-    headers = ignored_headers(parsed)
-    if parsed.request.stream:
-        return EventStream(chat.stream(), service.limits, headers)
-    whole = await until_gone(request, chat.whole(), service.limits)
-    return json_response(whole, headers=headers)
+    return await respond(request, service, parsed, _ChatRun(service, request, parsed.request))
 
 
 class _ChatRun:

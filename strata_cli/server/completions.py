@@ -14,16 +14,10 @@ from strata_cli.server.asking import Wanted, ask
 from strata_cli.server.failures import bad_request
 from strata_cli.server.logprobs import CompletionLogprobs, Entry, Spelling
 from strata_cli.server.replies import Completion, CompletionChoice, Usage
-from strata_cli.server.running import Head, Run, Tail, Whole, new_head, wants_usage
+from strata_cli.server.running import Head, Run, Tail, Whole, new_head, respond, wants_usage
 from strata_cli.server.schemas import CompletionRequest
-from strata_cli.server.service import (
-    Service,
-    ignored_headers,
-    json_response,
-    request_id,
-    service_of,
-)
-from strata_cli.server.streaming import EventStream, event, until_gone
+from strata_cli.server.service import Service, request_id, service_of
+from strata_cli.server.streaming import event
 
 DEFAULT_TOKENS = 16  # OpenAI's
 MOST_REPORTED = 1 << 18  # log-probabilities of prompts in one answer
@@ -35,11 +29,7 @@ async def completions(request: Request) -> Response:
     service = service_of(request)
     parsed = await service.parse(request, CompletionRequest)
     completion = _CompletionRun(service, request, parsed.request)
-    headers = ignored_headers(parsed)
-    if parsed.request.stream:
-        return EventStream(completion.stream(), service.limits, headers)
-    whole = await until_gone(request, completion.whole(), service.limits)
-    return json_response(whole, headers=headers)
+    return await respond(request, service, parsed, completion)
 
 
 class _CompletionRun:

@@ -11,9 +11,7 @@ from strata_cli.server.failures import bad_request
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 WHITESPACE = r"[ \n\t]{0,20}"  # between JSON's parts; bounded, or a weak model never ends
-MOST_PROPERTIES = (
-    2000  # the time that a grammar takes grows with the square: here it is two seconds
-)
+MOST_PROPERTIES = 2000  # a grammar's time grows with their square: here it is two seconds
 LONGEST_SCHEMA = 1 << 18
 
 

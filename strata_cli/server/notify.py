@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 SOCKET_VARIABLE = "NOTIFY_SOCKET"
 WATCHDOG_VARIABLE = "WATCHDOG_USEC"
 WATCHDOG_PID_VARIABLE = "WATCHDOG_PID"
-VARIABLES = (SOCKET_VARIABLE, WATCHDOG_VARIABLE, WATCHDOG_PID_VARIABLE)
 
 BEATS = 2  # watchdog messages in the time after which the manager gives up
 SEND_TIMEOUT_S = 1.0  # the manager's queue may be full

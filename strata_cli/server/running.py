@@ -5,15 +5,49 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from strata_cli.server.answers import Answer, Output, Part, answer_all, sum_counts
 from strata_cli.server.asking import Asked
 from strata_cli.server.failures import bad_request
 from strata_cli.server.logprobs import Entry
 from strata_cli.server.replies import StrataFacts, Timings, Usage, timings_of, usage_of
-from strata_cli.server.schemas import ChatRequest, CompletionRequest
-from strata_cli.server.service import Service
+from strata_cli.server.schemas import ChatRequest, CompletionRequest, Parsed
+from strata_cli.server.service import Service, ignored_headers, json_response
+from strata_cli.server.streaming import EventStream, until_gone
+
+
+class Answering(Protocol):
+    """A request that is answered in one of two ways."""
+
+    async def whole(self) -> Any:
+        """The answer as one body."""
+        ...
+
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events."""
+        ...
+
+
+async def respond(
+    request: Request,
+    service: Service,
+    parsed: Parsed[ChatRequest] | Parsed[CompletionRequest],
+    answering: Answering,
+) -> Response:
+    """Answer a request as it wants it: as a stream, or whole.
+
+    Raises:
+        ClientGone: nobody waits for the whole answer any more.
+    """
+    headers = ignored_headers(parsed)
+    if parsed.request.stream:
+        return EventStream(answering.stream(), service.limits, headers)
+    whole = await until_gone(request, answering.whole(), service.limits)
+    return json_response(whole, headers=headers)
 
 
 class Head(NamedTuple):
