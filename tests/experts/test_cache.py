@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,6 @@ from tests.experts.store_checks import Checker, open_store
 from tests.experts.tiny_store import FORMS, has_expert, open_tiny
 
 NUM_PAIRS = 24
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFile]:
-    with open_tiny(tmp_path_factory.mktemp("model")) as opened:
-        yield opened
-
-
-@pytest.fixture
-def reads(device: Device) -> Iterator[Stream]:
-    stream = device.stream("reads")
-    yield stream
-    stream.close()
 
 
 def pinned_share(model: ModelFile, share: float) -> int:

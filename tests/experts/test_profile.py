@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,6 @@ from strata_cli.engine.experts.profile import (
 from strata_cli.engine.model.tensors import ModelFile, load_model_file
 from strata_cli.errors import ConfigError, ShapeError
 from tests.experts.tiny_store import open_tiny
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFile]:
-    with open_tiny(tmp_path_factory.mktemp("model")) as opened:
-        yield opened
 
 
 def some_profile(model: ModelFile) -> ExpertProfile:

@@ -28,19 +28,6 @@ from tests.experts.tiny_store import open_tiny
 NUM_PAIRS = 24
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFile]:
-    with open_tiny(tmp_path_factory.mktemp("model")) as opened:
-        yield opened
-
-
-@pytest.fixture
-def reads(device: Device) -> Iterator[Stream]:
-    stream = device.stream("reads")
-    yield stream
-    stream.close()
-
-
 @pytest.fixture
 def store(model: ModelFile, device: Device, reads: Stream) -> Iterator[ExpertStore]:
     """Pairs 0 to 9 in slots 0 to 9."""
