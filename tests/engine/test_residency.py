@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from strata_cli.engine.decode.residency import Residency
+from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, EngineOptions, Part, Sequence
 from strata_cli.engine.experts.adapting import AdaptRules
 from strata_cli.engine.experts.profile import load_profile
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
+from strata_cli.engine.experts.resident import ExpertMatrices
+from strata_cli.engine.forward.fetching import Fetcher
 from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.engine.trace import Event, Trace
 from strata_cli.errors import DeviceError
@@ -81,6 +84,28 @@ WAYS = {
     "all but one": Way(cache=NUM_EXPERTS * NUM_LAYERS - 1, least=0, adapt=RESTLESS),
     "all": Way(cache=NUM_EXPERTS * NUM_LAYERS, adapt=RESTLESS),
 }
+
+
+def test_products_read_what_was_fetched(
+    path: Path, device_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What spoils the slots behind a fetch spoils the step."""
+    way = Way(cache=0, fetch=TOP_K)
+    with way.open(path, device_name) as engine, engine.sequence() as sequence:
+        fetcher = engine._forward.fetcher
+        assert fetcher is not None
+        fetch, slots, stream = Fetcher.fetch, fetcher._slots, engine._stream
+
+        def spoiling(self: Fetcher, layer: int, expert_start: Tensor) -> ExpertMatrices:
+            matrices = fetch(self, layer, expert_start)
+            stream.fill(slots, 0)
+            return matrices
+
+        monkeypatch.setattr(Fetcher, "fetch", spoiling)
+        spoilt = sequence.step(ANSWER[0])
+        monkeypatch.undo()
+    with way.open(path, device_name) as engine, engine.sequence() as sequence:
+        assert not same(spoilt, sequence.step(ANSWER[0]))
 
 
 def test_a_step_reads_what_it_misses_from_slots(path: Path, device_name: str) -> None:

@@ -81,7 +81,9 @@ def test_calls_of_both_forms_are_taken_out() -> None:
         [ToolCall("weather", '{"city": "Oslo"}')],
     )
     assert read(PART_CALL) == ("", [ToolCall("weather", '{"city": "Oslo", "days": 3}')])
-    assert [call.name for call in read(f"{JSON_CALL}\n{PART_CALL}\n")[1]] == ["weather"] * 2
+    plain, calls = read(f"{JSON_CALL}\n{PART_CALL}\n")
+    assert plain == ""
+    assert [call.name for call in calls] == ["weather"] * 2
 
 
 @pytest.mark.parametrize(
