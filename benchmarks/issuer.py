@@ -1,6 +1,7 @@
 """What it costs the host to issue a prompt's copies, and what that costs its neighbours.
 
     PYTHONPATH=. python benchmarks/issuer.py [--device host|cuda:0] [--json FILE] [--quick]
+        [--parts decisions,issuing,streaming,launches]
 
 1. Decisions: microseconds of a walk's turn for each entry, with a link that does nothing.
 2. Issuing: the same with the real ring and stream, each entry by itself, several in one call, and
@@ -35,6 +36,7 @@ from strata_cli.engine.experts.ring import Ring, RingLink
 from strata_cli.engine.experts.walk import Walk, WalkRules
 from tests.device.kernels import affine
 
+PARTS = ("decisions", "issuing", "streaming", "launches")
 RUNS = 7
 WATCHDOG_S = 60.0
 NUM_EXPERTS = 512
@@ -322,14 +324,20 @@ def main() -> None:
     parser.add_argument("--device", default="host")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="fewer entries, smaller blobs")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of the list above, by name")
     options = parser.parse_args()
     blob_bytes = 131_072 if options.quick else 1_382_400
     num_layers = 1 if options.quick else 8
-    rows = decision_rows()
+    rows: list[Row] = []
     with open_device(options.device) as device:
-        rows += issuing_rows(device, num_layers)
-        rows += streaming_rows(device, blob_bytes, num_layers)
-        rows += launch_rows(device, blob_bytes, num_layers)
+        measures: dict[str, Callable[[], list[Row]]] = {
+            "decisions": decision_rows,
+            "issuing": lambda: issuing_rows(device, num_layers),
+            "streaming": lambda: streaming_rows(device, blob_bytes, num_layers),
+            "launches": lambda: launch_rows(device, blob_bytes, num_layers),
+        }
+        for part in options.parts.split(","):
+            rows += measures[part]()
     if options.json:
         lines = [json.dumps({"device": options.device, **asdict(entry)}) for entry in rows]
         options.json.write_text("\n".join(lines) + "\n")
