@@ -3,11 +3,11 @@
     PYTHONPATH=. python benchmarks/decision_cost.py [--tokens N] [--options K] [--words N]
         [--runs N] [--device NAME] [--model PATH] [--max-context N] [--json]
 
-A state of about N tokens and a question of K options, each of so many words: L0 reads the state
-once and K orders of the options behind it. Taken in turns with one fresh read of one order; the
-ratio is the median of the ratios of neighbours, and beside it stands that of the tokens read. The
-first decision about a question also reads its K orders behind three states without content; it is
-told by itself. The embedded model's context is raised beyond what it was trained for where the
+A state of about N tokens and a question of K options, 26 at most, each of so many words: L0 reads
+the state once and K orders of the options behind it. Taken in turns with one fresh read of one
+order; the ratio is the median of the ratios of neighbours, and beside it stands that of the tokens
+read. The first decision about a question also reads its K orders behind three states without
+content; it is told by itself. The embedded model's context is raised beyond what it was trained for where the
 state needs it: what is timed does not depend on what the weights know. Before anything is timed,
 the decision is compared with one that reads everything anew, bit by bit.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -31,7 +32,8 @@ from strata_cli.models import DEMO_MODEL_PATH
 TEXT = "A small tool lists the packages of a system, and the functions return what they found. "
 SECTIONS = (
     "admin cli comm database debug devel doc editors electronics embedded fonts games gnome "
-    "graphics hamradio httpd kde kernel mail math net news oldlibs otherosfs perl php"
+    "graphics hamradio httpd kde kernel mail math net news oldlibs otherosfs perl php python "
+    "raku ruby science shells sound text utils video web x11"
 )
 CONTEXT_KEY = b"qwen4exp.context_length"
 ANEW = DecisionRules(reuse=False)
@@ -48,9 +50,18 @@ def with_context(folder: Path, context_tokens: int) -> Path:
     return path
 
 
-def options_of(count: int, num_words: int) -> list[str]:
-    words = SECTIONS.split()
+def options_of(count: int, num_words: int, length: Callable[[str], int]) -> list[str]:
+    """Options of so many words, from those that a model knows best: the shortest in its tokens."""
+    words = sorted(SECTIONS.split(), key=length)[: max(count, num_words)]
     return [" ".join(words[(i + j) % len(words)] for j in range(num_words)) for i in range(count)]
+
+
+def commit() -> str | None:
+    """Of the tree; None where it is no checkout, or git is missing."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -62,7 +73,11 @@ def seconds(action: Callable[[], object]) -> float:
 def measure(engine: Engine, arguments: argparse.Namespace) -> dict[str, object]:
     per_text = len(engine.tokenizer.encode(TEXT * 10, parse_special=False)) / 10
     state = TEXT * round(arguments.tokens / per_text)
-    names = options_of(arguments.options, arguments.words)
+    names = options_of(
+        arguments.options,
+        arguments.words,
+        lambda word: len(engine.tokenizer.encode(f" {word}", parse_special=False)),
+    )
     asked = [questions.choice("Which section does this package belong to?", names)]
     with (
         Decider(engine) as decider,
@@ -116,9 +131,7 @@ def main() -> None:
         )
         with Engine.open(options) as engine:
             about = {
-                "commit": subprocess.run(
-                    ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
-                ).stdout.strip(),
+                "commit": commit(),
                 "model": engine.model_name,
                 "device": engine.device_name,
                 "options": arguments.options,
