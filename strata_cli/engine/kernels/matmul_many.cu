@@ -43,7 +43,8 @@ struct Many {
     static constexpr int STEP_ALIGN = stage_alignment(ALIGN, RAW_BYTES);
     static constexpr int CHUNKS = (RAW_BYTES + 16 - STEP_ALIGN + 15) / 16;
     static constexpr int PITCH = 16 * (CHUNKS | 1);
-    static constexpr int RAW_STAGE_BYTES = ROWS * PITCH, X_STAGE_BYTES = TOKENS * TOKEN_PITCH;
+    // Behind the last row lies what a word that begins in it may reach: else a stage under way.
+    static constexpr int RAW_STAGE_BYTES = ROWS * PITCH + 16, X_STAGE_BYTES = TOKENS * TOKEN_PITCH;
     static constexpr bool FULL =
         !R::IS_FLOAT && 4 * LANE >= STAGE;  // every stage lies within the row
 

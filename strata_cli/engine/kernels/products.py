@@ -26,6 +26,7 @@ MULTIPROCESSORS = 132  # of the reference GPU; with fewer, blocks wait for each 
 WARP_ROWS = 32
 WARP_TOKENS = 64
 TOKEN_PITCH = 320  # bytes of one token in a stage of 128 k
+STAGE_PADDING = 16  # behind the raw rows of a stage
 TWO_BLOCKS_SHARED_BYTES = 113 << 10
 GROUPED_BLOCKS = 1056  # a multiple of the multiprocessors of large GPUs; blocks take many tiles
 WIDE_TILES = 256  # with fewer tiles of 128 tokens than this, tiles of 64 fill a GPU better
@@ -173,7 +174,7 @@ def many_shared_bytes(matrix: Matrix, tile: Tile) -> int:
     raw_cols, raw_stages = (256, 2) if is_long else (128, tile.stages)
     raw_bytes = matrix.bytes_of(raw_cols)
     chunks = blocks(raw_bytes + 16 - math.gcd(matrix.align, raw_bytes), 16)
-    raw = raw_stages * tile.rows * 16 * (chunks | 1)
+    raw = raw_stages * (tile.rows * 16 * (chunks | 1) + STAGE_PADDING)
     activations = tile.stages * tile.tokens * TOKEN_PITCH
     return raw + activations + 4 * tile.tokens + 4 * len(code_book(matrix.qtype))
 
