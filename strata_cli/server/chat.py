@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
@@ -37,7 +38,16 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
     parsed = await service.parse(request, ChatRequest)
-    return await respond(request, service, parsed, _ChatRun(service, request, parsed.request))
+    setup = await _setup(service, parsed.request)
+    chat = _ChatRun(service, request, parsed.request, setup)
+    return await respond(request, service, parsed, chat)
+
+
+async def _setup(service: Service, body: ChatRequest) -> ChatSetup:
+    if body.response_format is None and body.tools is None:
+        return chat_setup(service.texts, service.limits, body)
+    # A schema is compiled to check it, which may take seconds, in which others are answered.
+    return await asyncio.to_thread(chat_setup, service.texts, service.limits, body)
 
 
 class _ChatRun:
@@ -47,11 +57,13 @@ class _ChatRun:
         RequestFailed: 400, fields contradict each other or are not served.
     """
 
-    def __init__(self, service: Service, request: Request, body: ChatRequest) -> None:
+    def __init__(
+        self, service: Service, request: Request, body: ChatRequest, setup: ChatSetup
+    ) -> None:
         self._max_tokens = _max_tokens(body)
         self._top = _top(body)
         self._has_usage = wants_usage(body)
-        self._setup: ChatSetup = chat_setup(service.texts, service.limits, body)
+        self._setup = setup
         self._service = service
         self._request = request
         self._body = body

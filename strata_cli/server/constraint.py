@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -13,7 +14,7 @@ from strata_cli.errors import InputError
 
 
 class Constraint(Protocol):
-    """The state of one answer. Used from one thread."""
+    """The state of one answer. Used from one thread, which need not be the one that made it."""
 
     def mask(self) -> NDArray[np.bool_]:
         """Which tokens may come next, [V]: at least one; an end token where the answer may end."""
@@ -26,6 +27,9 @@ class Constraint(Protocol):
 
 MakeConstraint: TypeAlias = Callable[[str], Constraint]
 """A constraint from its text in a request; raises InputError where that is no constraint."""
+
+MadeConstraint: TypeAlias = Future[Constraint | None]
+"""What came of making one: it, or the error; None: its request was stopped before."""
 
 
 class Rule(NamedTuple):

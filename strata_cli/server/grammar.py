@@ -23,16 +23,19 @@ WORD_BITS = 32
 class Grammars:
     """Makes constraints for one model.
 
+    Reads the whole vocabulary at once: a second and 114 MiB for 248,320 tokens, in which no other
+    thread of Python's runs.
+
     Args:
         tokenizer: of the model.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tokens: llguidance.LLTokenizer | None = None
+        self._tokens = _vocabulary(tokenizer)
 
     def make(self, text: str) -> Constraint:
-        """See MakeConstraint. The first one reads the whole vocabulary: about a second."""
+        """See MakeConstraint. Any thread; others go on meanwhile."""
         rule = Rule.of_text(text)
         grammar = GrammarConstraint(self._matcher(rule.grammar), self._tokenizer)
         return (
@@ -40,8 +43,6 @@ class Grammars:
         )
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
-        if self._tokens is None:
-            self._tokens = _vocabulary(self._tokenizer)
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise InputError(

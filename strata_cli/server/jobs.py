@@ -17,7 +17,7 @@ from strata_cli.engine.prompt_reading import PromptReading
 from strata_cli.engine.reading import is_canonical, is_stuck, next_token_logprobs
 from strata_cli.engine.session import Session
 from strata_cli.errors import InputError
-from strata_cli.server.constraint import Constraint, MakeConstraint
+from strata_cli.server.constraint import Constraint, MadeConstraint
 from strata_cli.server.protocol import (
     Done,
     FinishReason,
@@ -173,7 +173,7 @@ class GenerateJob(Job):
     """
 
     def __init__(
-        self, request: Generate, cancellation: Cancellation, send: Send, make: MakeConstraint | None
+        self, request: Generate, cancellation: Cancellation, send: Send, made: MadeConstraint | None
     ) -> None:
         canonical = is_canonical(request.canonical, request.max_tokens, request.wants_logprobs)
         ids = list(request.prompt)
@@ -184,7 +184,7 @@ class GenerateJob(Job):
         self.is_over = False
         self.generated: list[int] = []
         self._history = list(ids) if request.sampling.has_penalties else None
-        self._make = make
+        self._made = made
         self._constraint: Constraint | None = None
         self._told = 0
         self._ends: frozenset[int] = frozenset()
@@ -219,9 +219,9 @@ class GenerateJob(Job):
         ends = () if request.ignore_eos else engine.tokenizer.eos_ids
         self._ends = frozenset((*request.stop_ids, *ends))
         if request.constraint is not None:
-            if self._make is None:
+            if self._made is None:
                 raise InputError("answers cannot be held to a grammar here", hint="leave it out")
-            self._constraint = self._make(request.constraint)
+            self._constraint = self._made.result()
 
     def answer_prompt(self) -> None:
         """The first token, when the prompt is read; if none is wanted, the end. Does that once."""

@@ -20,7 +20,7 @@ from strata_cli.engine.engine import Engine, Part
 from strata_cli.engine.prompt_cache import CacheRules
 from strata_cli.engine.session import Session
 from strata_cli.errors import Cancelled, DeviceError, OutOfMemory, StallError, StrataError
-from strata_cli.server.constraint import MakeConstraint
+from strata_cli.server.constraint import MadeConstraint
 from strata_cli.server.engine_errors import kind_of, out_of_host_memory
 from strata_cli.server.jobs import Floats, GenerateJob, Send
 from strata_cli.server.protocol import Beat, Failed, Generate, Score, Status
@@ -43,7 +43,6 @@ class Scheduler:
         parallel: slots.
         rules: what each slot keeps of what it has read; conversations that made room are kept for
             all slots together.
-        make_constraint: makes constraints of answers; None: there are none.
 
     Attributes:
         parallel: as given.
@@ -59,12 +58,10 @@ class Scheduler:
         *,
         parallel: int = 1,
         rules: CacheRules | None = None,
-        make_constraint: MakeConstraint | None = None,
     ) -> None:
         self.parallel = parallel
         self._engine = engine
         self._send = send
-        self._make_constraint = make_constraint
         self._cancellations: dict[str, Cancellation] = {}
         self._turns = DecodeTurns()
         self._tally = Tally()
@@ -89,6 +86,11 @@ class Scheduler:
         """Before submit(): from now on the request can be cancelled. Any thread."""
         self._cancellations[request_id] = Cancellation()
 
+    def is_cancelled(self, request_id: str) -> bool:
+        """Whether nobody waits for a request that was expected. Any thread."""
+        cancellation = self._cancellations.get(request_id)
+        return cancellation is not None and cancellation.is_cancelled
+
     def cancel(self, request_id: str) -> None:
         """End a request as soon as possible, if it is not over. Any thread."""
         cancellation = self._cancellations.get(request_id)
@@ -104,9 +106,10 @@ class Scheduler:
         """What is going on. Any thread."""
         jobs = self._at_work()
         generating = sum(isinstance(job, GenerateJob) and not job.is_reading for job in jobs)
+        at_work = sum(len(_members(job)) for job in jobs)
         return Status(
-            waiting=len(self._line.jobs),
-            reading=sum(len(_members(job)) for job in jobs) - generating,
+            waiting=max(0, len(self._cancellations) - at_work),
+            reading=at_work - generating,
             generating=generating,
             counters=self._tally.counters(self._engine.residency_counts),
             memory_bytes=resident_bytes(),
@@ -116,11 +119,16 @@ class Scheduler:
         """Whether it goes on. Any thread."""
         return Beat(progress=self._tally.passes, pending_tokens=self._pending_tokens)
 
-    def submit(self, request: Generate | Score) -> None:
-        """Take a request; what it cannot do is told to the server at once."""
+    def submit(self, request: Generate | Score, made: MadeConstraint | None = None) -> None:
+        """Take a request; what it cannot do is told to the server at once.
+
+        Args:
+            request: to be answered.
+            made: the constraint that it names, which is done; None: answers cannot be held to any.
+        """
         cancellation = self._cancellations.setdefault(request.request_id, Cancellation())
         self._tally.requests += 1
-        job = self._job(request, cancellation)
+        job = self._job(request, cancellation, made)
         with self._answering(job):
             job.check(self._engine)
             self._line.add(job)
@@ -160,9 +168,11 @@ class Scheduler:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _job(self, request: Generate | Score, cancellation: Cancellation) -> AnyJob:
+    def _job(
+        self, request: Generate | Score, cancellation: Cancellation, made: MadeConstraint | None
+    ) -> AnyJob:
         if isinstance(request, Generate):
-            return GenerateJob(request, cancellation, self._send, self._make_constraint)
+            return GenerateJob(request, cancellation, self._send, made)
         return ScoreJob(request, cancellation, self._send)
 
     def _at_work(self) -> list[SlotJob]:

@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from strata_cli.errors import StrataError
 from strata_cli.server.engine_errors import kind_of, out_of_host_memory
@@ -38,9 +39,7 @@ from strata_cli.server.worker_channel import Channel
 
 if TYPE_CHECKING:
     from strata_cli.engine.engine import Engine
-    from strata_cli.engine.model.tokenizer import Tokenizer
-    from strata_cli.server.constraint import Constraint
-    from strata_cli.server.grammar import Grammars
+    from strata_cli.server.constraint import Constraint, MadeConstraint, MakeConstraint
     from strata_cli.server.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -73,22 +72,6 @@ def _warm_up(engine: Engine) -> None:
     with engine.sequence() as sequence, engine.canonical():
         sequence.prefill(tokens)
         next_token_logprobs(sequence.step(0), 1, (0,))
-
-
-class _Constraints:
-    """Makes constraints; what that takes is loaded for the first one."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._grammars: Grammars | None = None
-
-    def __call__(self, text: str) -> Constraint:
-        """See MakeConstraint."""
-        if self._grammars is None:
-            from strata_cli.server.grammar import Grammars
-
-            self._grammars = Grammars(self._tokenizer)
-        return self._grammars.make(text)
 
 
 def _serve(channel: Channel) -> int:
@@ -133,6 +116,13 @@ class LineFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
+class Arrived(NamedTuple):
+    """A request, and the constraint of its answer; None: it has none."""
+
+    request: Generate | Score
+    made: MadeConstraint | None = None
+
+
 class EngineWorker:
     """Runs the engine for one server.
 
@@ -144,7 +134,9 @@ class EngineWorker:
     def __init__(self, channel: Channel, opening: Open) -> None:
         self._channel = channel
         self._config = opening.config
-        self._inbox: queue.SimpleQueue[Generate | Score | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
+        self._makers = ThreadPoolExecutor(1, "grammars")
+        self._make: MakeConstraint | None = None  # with the scheduler
         self._scheduler: Scheduler | None = None  # once the model is loaded
         self._loaded = 0  # grows while it is loaded; the main thread writes it
 
@@ -161,6 +153,7 @@ class EngineWorker:
         from strata_cli.engine.options import engine_options
         from strata_cli.engine.prompt_cache import CacheRules
         from strata_cli.engine.trace import open_trace
+        from strata_cli.server.grammar import Grammars
         from strata_cli.server.scheduler import Scheduler
 
         config = self._config
@@ -179,8 +172,8 @@ class EngineWorker:
                 self._channel.send,
                 parallel=config.parallel,
                 rules=CacheRules.of(config),
-                make_constraint=_Constraints(engine.tokenizer),
             ) as scheduler:
+                self._make = Grammars(engine.tokenizer).make
                 self._scheduler = scheduler
                 self._channel.send(Hello(facts=_facts(engine, config.parallel)))
                 self._work(scheduler)
@@ -195,13 +188,13 @@ class EngineWorker:
     def _work(self, scheduler: Scheduler) -> None:
         while True:
             try:
-                request = self._inbox.get(block=not scheduler.is_busy)
+                arrived = self._inbox.get(block=not scheduler.is_busy)
             except queue.Empty:
                 scheduler.turn()
                 continue
-            if request is None:
+            if arrived is None:
                 return
-            scheduler.submit(request)
+            scheduler.submit(arrived.request, arrived.made)
 
     def _listen(self) -> None:
         """Until the server wants no more or is gone; whatever happens here, the process ends."""
@@ -220,7 +213,7 @@ class EngineWorker:
             return False
         if isinstance(message, Generate | Score):
             scheduler.expect(message.request_id)
-            self._inbox.put(message)
+            self._take(message, scheduler)
         elif isinstance(message, Stop):
             scheduler.cancel(message.request_id)
         elif isinstance(message, StatusRequest):
@@ -228,6 +221,20 @@ class EngineWorker:
         else:
             return False
         return True
+
+    def _take(self, request: Generate | Score, scheduler: Scheduler) -> None:
+        """To the main thread, once its constraint is made: others are worked for meanwhile."""
+        if not isinstance(request, Generate) or request.constraint is None:
+            self._inbox.put(Arrived(request))
+            return
+        name, text, make = request.request_id, request.constraint, self._make
+        assert make is not None
+
+        def made() -> Constraint | None:
+            return None if scheduler.is_cancelled(name) else make(text)
+
+        future = self._makers.submit(made)
+        future.add_done_callback(lambda made: self._inbox.put(Arrived(request, made)))
 
     def _end(self) -> None:
         self._inbox.put(None)

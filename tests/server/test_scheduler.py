@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -22,6 +23,7 @@ from strata_cli.engine.prompt_cache import CacheRules
 from strata_cli.engine.reading import ReadRequest, read
 from strata_cli.errors import DeviceError, OutOfMemory
 from strata_cli.models import DEMO_MODEL_PATH
+from strata_cli.server.constraint import MadeConstraint
 from strata_cli.server.framing import encode
 from strata_cli.server.protocol import (
     Done,
@@ -85,14 +87,14 @@ class Desk:
 def open_desk(engine: Engine) -> Iterator[Callable[..., Desk]]:
     desks: list[Desk] = []
 
-    def make(parallel: int = 1, rules: CacheRules = RULES, **more: object) -> Desk:
+    def make(parallel: int = 1, rules: CacheRules = RULES) -> Desk:
         said: list[FromWorker] = []
 
         def send(message: FromWorker) -> None:
             encode(message)
             said.append(message)
 
-        scheduler = Scheduler(engine, send, parallel=parallel, rules=rules, **more)  # type: ignore[arg-type]
+        scheduler = Scheduler(engine, send, parallel=parallel, rules=rules)
         desks.append(Desk(scheduler, said))
         return desks[-1]
 
@@ -377,23 +379,22 @@ class Spelling:
 def test_a_constraint_is_asked_before_every_token(open_desk: OpenDesk) -> None:
     made: list[Spelling] = []
 
-    def make(text: str) -> Spelling:
-        made.append(Spelling([int(part) for part in text.split()], 0))
-        return made[-1]
+    def submit(request: Generate | Score, *ids: int) -> None:
+        made.append(Spelling(ids, 0))
+        future: MadeConstraint = Future()
+        future.set_result(made[-1])
+        desk.scheduler.submit(request, future)
+        desk.run()
 
-    desk = open_desk(make_constraint=make)
+    desk = open_desk()
     allowed = (50, 60, 70, 0)
-    desk.run(
-        named(
-            "a", Generate(prompt=TEXT[:9], max_tokens=9, allowed_ids=allowed, constraint="50 60 70")
-        )
-    )
+    whole = Generate(prompt=TEXT[:9], max_tokens=9, allowed_ids=allowed, constraint="50 60 70")
+    submit(named("a", whole), 50, 60, 70)
     assert desk.tokens("a") == [50, 60, 70, 0]
     assert made[0].accepted == [50, 60, 70]
     assert desk.done("a").finish_reason == "stop"
-    desk.run(
-        named("b", Generate(prompt=TEXT[:9], max_tokens=9, allowed_ids=(50,), constraint="50 60"))
-    )
+    part = Generate(prompt=TEXT[:9], max_tokens=9, allowed_ids=(50,), constraint="50 60")
+    submit(named("b", part), 50, 60)
     (failed,) = desk.of("b", Failed)
     assert failed.kind == "input"
     assert "none of the allowed token ids fits" in failed.message

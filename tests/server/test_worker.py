@@ -6,8 +6,10 @@ import asyncio
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,12 @@ import pytest
 from strata_cli.commands.main import run, strata
 from strata_cli.config import StrataConfig
 from strata_cli.engine.decode.sampling import Sampler
-from strata_cli.errors import ConfigError, ModelError, StrataError
+from strata_cli.errors import ConfigError, InputError, ModelError, StrataError
 from strata_cli.server.engine_errors import EngineGone
 from strata_cli.server.engine_process import EngineProcess
-from strata_cli.server.protocol import Generate, Progress, Score, Started, Token
+from strata_cli.server.protocol import Generate, Open, Progress, Score, Started, Token
+from strata_cli.server.worker import EngineWorker
+from strata_cli.server.worker_channel import Channel
 from tests.server.asking import answer, ask, with_engine
 
 TEXT = tuple(int(i) for i in np.random.default_rng(8).integers(3, 8000, 1500))
@@ -124,6 +128,49 @@ def test_a_killed_worker_fails_what_runs_and_is_replaced() -> None:
         assert engine.starts == 4
 
     with_engine(engine(), body)
+
+
+def test_others_go_on_while_a_grammar_is_made() -> None:
+    """And none is made for whoever has left by then."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = EngineWorker(Channel(theirs), Open(config=StrataConfig()))
+        left: set[str] = set()
+        asked, go_on = threading.Event(), threading.Event()
+
+        class Waiting:
+            def expect(self, name: str) -> None: ...
+
+            def is_cancelled(self, name: str) -> bool:
+                return name in left
+
+        def make(text: str) -> Any:
+            asked.set()
+            assert go_on.wait(END_S)
+            if text == "bad":
+                raise InputError("no grammar")
+            return text
+
+        worker._scheduler, worker._make = Waiting(), make  # type: ignore[assignment]
+        for text in ("good", "bad", "late"):
+            request = Generate(request_id=text, prompt=(1,), max_tokens=1, constraint=text)
+            assert worker._hear(request)
+        assert asked.wait(END_S)
+        assert worker._hear(msgspec.structs.replace(CHAT, request_id="plain"))
+        arrived = worker._inbox.get(timeout=END_S)
+        assert arrived is not None
+        assert (arrived.request.request_id, arrived.made) == ("plain", None)
+        left.add("late")
+        go_on.set()
+        for text, made in (("good", "good"), ("bad", ""), ("late", None)):
+            arrived = worker._inbox.get(timeout=END_S)
+            assert arrived is not None
+            assert arrived.made is not None
+            assert arrived.request.request_id == text
+            if text == "bad":
+                assert isinstance(arrived.made.exception(), InputError)
+            else:
+                assert str(arrived.made.result()) == str(made)
 
 
 def test_leaving_a_long_prompt_frees_the_engine_at_once() -> None:
