@@ -115,6 +115,10 @@ def launch(
         raise ConfigError(
             "--json needs --check or --dry-run", hint="the server itself prints no result"
         )
+    if check and dry_run:
+        raise ConfigError(
+            "--check and --dry-run are two different reports", hint="give one of them"
+        )
     if service_user is not None and systemd != "system":
         raise ConfigError(
             "--service-user is for a system service", hint="add --systemd system, or leave it out"

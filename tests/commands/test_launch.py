@@ -220,6 +220,7 @@ def test_no_gpu_is_looked_for_where_none_is_wanted(stage: Stage) -> None:
         ["--systemd", "both"],
         ["--max-context", "-1"],
         ["--service-user", "me", "--systemd", "user"],
+        ["--check", "--dry-run"],
     ],
 )
 def test_a_wrong_command_line_ends_with_2(stage: Stage, words: list[str]) -> None:
