@@ -7,11 +7,12 @@ nothing of its answer, would hold descriptors and memory for ever.
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from strata_cli.server.failures import OVERLOADED, Failure
+from strata_cli.server.failures import INVALID, OVERLOADED, Failure
 
 HEAD_TIMEOUT_S = 20.0
 TAKE_TIMEOUT_S = 120.0
@@ -30,7 +31,7 @@ def connections_of(most: int) -> type[H11Protocol]:
 
 
 class BoundedConnection(H11Protocol):
-    """One connection.
+    """One connection. What is no HTTP gets an error in our form, too.
 
     Attributes:
         most: of them at once.
@@ -64,6 +65,11 @@ class BoundedConnection(H11Protocol):
             # Whatever comes behind an answer ends uvicorn's own bound of an idle connection.
             self._wait_for_head()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, and close."""
+        self.transport.write(_whole_answer(Failure(status=400, kind=INVALID, message=msg)))
+        self.transport.close()
+
     def pause_writing(self) -> None:
         """The client does not take what is sent; it has some time left to do so."""
         super().pause_writing()
@@ -92,7 +98,7 @@ class BoundedConnection(H11Protocol):
 def _whole_answer(failure: Failure) -> bytes:
     body = failure.body()
     head = [
-        f"HTTP/1.1 {failure.status} Service Unavailable",
+        f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}",
         "content-type: application/json",
         f"content-length: {len(body)}",
         "connection: close",

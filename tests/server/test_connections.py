@@ -137,7 +137,11 @@ def test_more_connections_than_allowed_are_told_so(monkeypatch: pytest.MonkeyPat
 def test_what_is_no_http_is_a_bad_request(data: bytes) -> None:
     async def run() -> None:
         async with server(FakeEngine([1])) as port:
-            assert status(await talk(port, data)) == 400
+            received = await talk(port, data)
+            assert status(received) == 400
+            head, _, body = received.partition(b"\r\n\r\n")
+            assert b"content-type: application/json" in head
+            assert orjson.loads(body)["error"]["type"] == "invalid_request_error"
             assert await answers(port)
 
     asyncio.run(run())
