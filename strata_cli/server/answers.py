@@ -286,7 +286,7 @@ async def answer_all(
     async def work_all() -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(queue.parallel, len(jobs))):
+                for _ in range(min(queue.turns, len(jobs))):
                     group.create_task(work())
         except BaseExceptionGroup as errors:
             outputs.put_nowait(errors.exceptions[0])

@@ -70,6 +70,7 @@ async def status(request: Request) -> Response:
                 "inside": queue.entered,
                 "waiting": queue.waiting,
                 "running": queue.running,
+                "turns": queue.turns,
                 "parallel": queue.parallel,
                 "most_waiting": queue.most_waiting,
                 "refused": queue.refused,

@@ -22,17 +22,20 @@ class RequestQueue:
     """The line in front of the engine. Belongs to the event loop.
 
     Args:
-        parallel: turns at once.
-        most_waiting: requests that may wait besides as many as have turns.
+        parallel: requests that the engine works on at once.
+        most_waiting: requests that may wait besides those.
+        ahead: of these, so many have a turn already: they wait in the engine's own line.
 
     Attributes:
         parallel, most_waiting: as given.
+        turns: that may be taken at once.
         refused: requests that were turned away.
     """
 
-    def __init__(self, parallel: int, most_waiting: int) -> None:
+    def __init__(self, parallel: int, most_waiting: int, *, ahead: int = 0) -> None:
         self.parallel = parallel
         self.most_waiting = most_waiting
+        self.turns = parallel + min(ahead, most_waiting)
         self.refused = 0
         self._entered = 0
         self._running = 0
@@ -89,7 +92,7 @@ class RequestQueue:
             self._pass_on()
 
     async def _wait(self) -> None:
-        if self._running < self.parallel:
+        if self._running < self.turns:
             self._running += 1
             return
         mine = asyncio.get_running_loop().create_future()
@@ -113,7 +116,7 @@ class RequestQueue:
         self._running -= 1
 
     def _full(self) -> Failure:
-        wait_s = max(1, math.ceil(self._turn_s * self._entered / self.parallel))
+        wait_s = max(1, math.ceil(self._turn_s * self._entered / self.turns))
         return Failure(
             status=503,
             kind=OVERLOADED,

@@ -76,11 +76,10 @@ def serve(config: StrataConfig, around: Surroundings) -> None:
 
 def service_of_config(config: StrataConfig, texts: ModelTexts, engine: EngineProcess) -> Service:
     """What the application serves by these settings."""
-    ahead = min(AHEAD, config.max_queue)
     return Service(
         engine=engine,
         texts=texts,
-        queue=RequestQueue(config.parallel + ahead, config.max_queue - ahead),
+        queue=RequestQueue(config.parallel, config.max_queue, ahead=AHEAD),
         rules=AccessRules(
             listen=config.host,
             api_key=config.api_key,

@@ -32,6 +32,16 @@ def test_too_many_requests_are_turned_away_with_a_time_to_come_back() -> None:
         assert queue.entered == 1
 
 
+def test_some_that_wait_do_so_in_the_engines_own_line() -> None:
+    queue = RequestQueue(parallel=2, most_waiting=1, ahead=16)
+    assert (queue.parallel, queue.most_waiting, queue.turns) == (2, 1, 3)
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(queue.enter())
+        with pytest.raises(RequestFailed), queue.enter():
+            pass
+
+
 def test_turns_go_round_in_the_order_of_arrival() -> None:
     async def run() -> list[int]:
         queue = RequestQueue(parallel=2, most_waiting=10)

@@ -235,6 +235,7 @@ def test_a_client_that_goes_frees_the_engine(server: Running) -> None:
     assert server.post("/v1/completions", prompt=PROMPT, max_tokens=1)["choices"]
     now = server.get("/status")
     assert now["queue"]["running"] == 0
+    assert now["queue"]["parallel"] == now["engine"]["facts"]["parallel"]
 
 
 def test_ctrl_c_ends_it_with_0_and_no_traceback() -> None:
