@@ -153,17 +153,19 @@ def test_a_file_that_cannot_be_read_ends_the_step(engine: Engine, truth: Talk) -
         assert np.array_equal(sequence.step(STEPS[0]), truth.logits[len(TURNS[0])])
 
 
-def test_a_stager_whose_threads_die_is_an_error_each_time_and_no_hang(
-    path: Path, device_name: str
+def test_a_stager_whose_threads_die_ends_the_prompt_and_the_next_one_is_right(
+    engine: Engine, truth: Talk
 ) -> None:
-    with Way(pinned=HALF).open(path, device_name) as engine, engine.sequence() as sequence:
-        stager = store_of(engine)._stager
-        assert stager is not None
-        with failing(stager, ("_stage",), 3, SystemError("killed")):
-            for _ in range(2):
-                with pytest.raises(SystemError, match="killed"):
-                    sequence.prefill(TURNS[0])
-                sequence.reset()
+    stager = store_of(engine)._stager
+    assert stager is not None
+    for after in (0, 3):
+        with (
+            engine.sequence() as sequence,
+            failing(stager, ("_stage",), after, SystemError("killed")),
+            pytest.raises(DeviceError, match="SystemError: killed"),
+        ):
+            sequence.prefill(TURNS[0])
+        assert_same_talk(talk(engine), truth)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Cancelled])

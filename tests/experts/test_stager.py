@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Event
 from strata_cli.engine.device.host import HostDevice
+from strata_cli.engine.experts import stager as stager_module
 from strata_cli.engine.experts.stager import Stager
-from strata_cli.errors import DeviceError, StateError
+from strata_cli.errors import DeviceError, StallError, StateError
 
 SLOT_BYTES = 64
 PATIENCE_S = 10.0
@@ -285,17 +286,72 @@ def test_a_copy_that_failed_fails_the_jobs_behind_it(host: Device, source: Sourc
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), MemoryError()])
-def test_a_thread_that_dies_is_no_hang(
-    host: Device, source: Source, error: BaseException, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_thread_that_dies_fails_its_list_and_is_replaced(
+    host: Device,
+    source: Source,
+    error: BaseException,
+    says_so: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def die(*_args: object) -> None:
         raise error
 
+    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+    with Stager(host, source, SLOT_BYTES, 4, 2) as stager:
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(stager, "_stage", die)
+                if not says_so:
+                    patch.setattr(stager_module, "_as_told", die)
+                with (
+                    pytest.raises(DeviceError, match="the file"),
+                    stager.staging(jobs_of(9)),
+                ):
+                    wait_for(lambda: stager.is_ready(0))
+            take_all(stager, jobs_of(9))
+            assert len({thread.name for thread in stager._threads}) == 2
+
+
+def test_a_dead_thread_that_cannot_be_replaced_is_an_error(
+    host: Device, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Stager(host, source, SLOT_BYTES, 4, 2) as stager:
+        with monkeypatch.context() as patch:
+            patch.setattr(stager, "_stage", lambda _claim: 1 / 0)
+            with pytest.raises(DeviceError, match="ZeroDivisionError"), stager.staging(jobs_of(9)):
+                wait_for(lambda: stager.is_ready(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", _refuse)
+            with pytest.raises(DeviceError, match="can't start new thread"):
+                stager.begin(jobs_of(9))
+        take_all(stager, jobs_of(9))
+
+
+def _refuse(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_read_that_hangs_is_an_error_until_it_ends(
+    host: Device, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stager_module, "SETTLE_S", 0.0)
+    monkeypatch.setattr(stager_module, "LOOK_S", 0.01)
+    jobs = jobs_of(9)
     with Stager(host, source, SLOT_BYTES, 4, 1) as stager:
-        monkeypatch.setattr(stager, "_stage", die)
-        stager.begin(jobs_of(9))
-        with pytest.raises(type(error)):
-            wait_for(lambda: stager.is_ready(0))
+        source.is_open.clear()
+
+        def ask_for_the_end() -> None:
+            wait_for(lambda: bool(source.reads))
+            raise StateError("the end is asked for")
+
+        with pytest.raises(StateError, match="asked for"), stager.staging(jobs):
+            ask_for_the_end()
+        with pytest.raises(StallError, match="1 reads of experts"):
+            stager.begin(jobs)
+        source.is_open.set()
+        wait_for(lambda: not stager._reading)
+        take_all(stager, jobs)
 
 
 def test_one_list_at_a_time(host: Device, source: Source) -> None:

@@ -5,6 +5,7 @@ Job j uses buffer j mod num_buffers, once the copy of job j - num_buffers has le
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Event, Tensor
-from strata_cli.errors import DeviceError, StateError
+from strata_cli.errors import DeviceError, StallError, StateError, StrataError
+
+logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 16
 NUM_THREADS = 4
 SHORTEST_NAP_S, LONGEST_NAP_S = 50e-6, 1e-3
+LOOK_S = 0.1  # between two looks at whether a thread that holds a claim still lives
+SETTLE_S = 30.0  # a read that takes longer hangs
 NO_JOB = -1
 
 
@@ -86,7 +91,8 @@ class Stager:
 
     begin(), end() and sent() come from the threads that issue the copies, one at a time. A list
     begins when the threads are done with the last one, so none takes a job of the wrong list.
-    Everything is written under the lock; is_ready() and blob() read without it.
+    Everything is written under the lock; is_ready() and blob() read without it. A thread that
+    ended fails the list that it worked on; the next list gets a new one.
 
     Args:
         device: whose copies read the buffers.
@@ -114,18 +120,13 @@ class Stager:
         self._next_entry = 0
         self._claimed = 0
         self._sent = 0
-        self._reading: set[int] = set()  # threads that hold a claim
+        self._reading: set[threading.Thread] = set()  # those that hold a claim
         self._ready = [NO_JOB] * num_buffers
         self._left: list[Event | None] = [None] * num_buffers
-        self._failure: BaseException | None = None  # of this list
-        self._death: BaseException | None = None  # of a thread, which will not serve the next
+        self._failure: StrataError | None = None  # of this list
+        self._ended: set[threading.Thread] = set()  # as far as they could say so
         self._is_closed = False
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"strata-stager-{index}", daemon=True)
-            for index in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [self._started(index) for index in range(num_threads)]
 
     @contextmanager
     def staging(self, jobs: JobList) -> Iterator[Stager]:
@@ -133,31 +134,42 @@ class Stager:
         self.begin(jobs)
         try:
             yield self
-        finally:
-            self.end()
+        except BaseException:
+            try:
+                self.end()
+            except StallError as error:  # the first exception says more
+                logger.warning("%s", error)
+            raise
+        self.end()
 
     def begin(self, jobs: JobList) -> None:
         """Start bringing the blobs of a list, as many as there are buffers for.
 
         Raises:
             StateError: the last list was not ended, or the stager is closed.
+            StallError: a read for the last list hangs.
+            DeviceError: a thread ended and no other can be started.
         """
         with self._changed:
             if self._list is not None or self._is_closed:
                 state = "closed" if self._is_closed else "still staging another list"
                 raise StateError(f"the stager is {state}")
         self._settle()  # end() may have been interrupted
+        self._replace_ended()
         with self._changed:
             self._list = jobs
             self._entries, self._next_entry = [], 0
             self._claimed = self._sent = 0
-            self._failure = self._death
+            self._failure = None
             self._list_jobs()
 
     def end(self) -> None:
         """Take no more jobs; blocks until no thread reads and no copy is under way.
 
         Safe to call twice. A copy that failed is not raised here: its stream tells.
+
+        Raises:
+            StallError: a read hangs; what waits for it is not touched before it is done.
         """
         with self._changed:
             self._list = None
@@ -170,7 +182,12 @@ class Stager:
         if job >= len(self._entries):  # the list has grown
             with self._changed:
                 self._list_jobs()
-        return self._ready[job % self.num_buffers] == job
+        if self._ready[job % self.num_buffers] == job:
+            return True
+        if any(map(self._is_gone, self._threads)):
+            with self._changed:
+                self._bury()
+        return False
 
     def blob(self, job: int) -> Tensor:
         """See StagedBlobs."""
@@ -188,7 +205,11 @@ class Stager:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the threads and give the buffers back. Safe to call twice."""
+        """End the threads and give the buffers back. Safe to call twice.
+
+        Raises:
+            StallError: a read hangs; its thread keeps the buffers.
+        """
         self.end()
         with self._changed:
             self._is_closed = True
@@ -205,8 +226,17 @@ class Stager:
 
     def _settle(self) -> None:
         """Blocks until nobody writes or reads a buffer; what is in them is forgotten."""
+        give_up = time.monotonic() + SETTLE_S
         with self._changed:
-            self._changed.wait_for(lambda: not self._reading)
+            while self._reading:
+                self._changed.wait(LOOK_S)
+                self._bury()
+                if self._reading and time.monotonic() >= give_up:
+                    raise StallError(
+                        f"{len(self._reading)} reads of experts from the file have not ended "
+                        f"within {SETTLE_S:.0f} s",
+                        hint="the disk hangs: try again when it answers, or end the process",
+                    )
             self._ready = [NO_JOB] * self.num_buffers
         for index, event in enumerate(self._left):
             if event is not None:
@@ -229,14 +259,46 @@ class Stager:
             raise StateError(f"the list of job {job} was ended")
         return jobs.layers[self._entries[job]]
 
+    def _started(self, index: int) -> threading.Thread:
+        thread = threading.Thread(target=self._serve, name=f"strata-stager-{index}", daemon=True)
+        thread.start()
+        return thread
+
+    def _replace_ended(self) -> None:
+        """As many threads as there were. Nobody reads."""
+        for index, thread in enumerate(self._threads):
+            if self._is_gone(thread):
+                try:
+                    self._threads[index] = self._started(index)
+                except RuntimeError as error:  # what Python says where the system refuses one
+                    raise DeviceError(
+                        f"no thread can be started that reads experts from the file: {error}",
+                        hint="raise the limits of threads and memory, and restart",
+                    ) from error
+                self._ended.discard(thread)
+
+    def _is_gone(self, thread: threading.Thread) -> bool:
+        return thread in self._ended or not thread.is_alive()
+
+    def _bury(self) -> None:
+        """Nobody waits for threads that have ended. Under the lock."""
+        gone = {thread for thread in self._threads if self._is_gone(thread)}
+        if gone and not self._is_closed:
+            self._reading -= gone
+            self._failure = self._failure or DeviceError(
+                "a thread that reads experts from the file has ended",
+                hint="read the prompt again: another one takes its place",
+            )
+
     def _serve(self) -> None:
         try:
             while (claim := self._claim()) is not None:
                 self._stage(claim)
         except BaseException as error:  # noqa: BLE001  carried to whoever asks for a blob
             with self._changed:
-                self._failure = self._death = error
-                self._reading.discard(threading.get_ident())
+                self._failure = self._failure or _as_told(error)
+                self._ended.add(threading.current_thread())
+                self._reading.discard(threading.current_thread())
                 self._changed.notify_all()
 
     def _claim(self) -> _Claim | None:
@@ -247,7 +309,7 @@ class Stager:
             if jobs is None or self._is_closed:
                 return None
             self._claimed += 1
-            self._reading.add(threading.get_ident())
+            self._reading.add(threading.current_thread())
             k = self._entries[job]
             left = self._left[job % self.num_buffers]
             return _Claim(jobs, job, jobs.layers[k], jobs.experts[k], left)
@@ -264,8 +326,9 @@ class Stager:
         except BaseException as error:  # noqa: BLE001  carried to whoever asks for a blob
             failure = error
         with self._changed:
-            self._reading.discard(threading.get_ident())
-            self._failure = self._failure or failure
+            self._reading.discard(threading.current_thread())
+            if failure is not None:
+                self._failure = self._failure or _as_told(failure)
             if is_read:
                 self._ready[claim.job % self.num_buffers] = claim.job
             self._changed.notify_all()
@@ -282,3 +345,15 @@ class Stager:
         nbytes = self._source.blob_bytes(claim.layer)
         self._source.read(claim.layer, claim.expert, room[:nbytes])
         return True
+
+
+def _as_told(error: BaseException) -> StrataError:
+    """What ended a read, as the one who asked for it is told."""
+    if isinstance(error, StrataError):
+        return error
+    told = DeviceError(
+        f"experts could not be read from the file: {type(error).__name__}: {error}",
+        hint="check the disk and the free memory, then read the prompt again",
+    )
+    told.__cause__ = error
+    return told
