@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata_cli.engine.device import host_memory, open_device
+from strata_cli.engine.device import host_memory, host_stream, open_device
 from strata_cli.engine.device.base import Kernel, Launch, empty
 from strata_cli.engine.device.host import HostDevice
+from strata_cli.engine.device.host_stream import HostEvent, HostStream
 from strata_cli.engine.device.host_workers import WorkerPool
 from strata_cli.errors import ConfigError, DeviceError
 from tests.device.gates import PATIENCE_S, standing_at
@@ -153,6 +154,47 @@ def test_closing_drops_what_has_not_begun(host: HostDevice) -> None:
         event.synchronize()
     with pytest.raises(DeviceError, match="closed before"):
         other.synchronize()
+
+
+def test_a_stream_whose_thread_dies_is_an_error_for_all_who_wait(
+    host: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_stream, "LOOK_S", 0.01)
+    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+    stream, other, event, before = host.stream("a"), host.stream("b"), host.event(), host.event()
+    gate = threading.Event()
+    stream.record(before)
+    stream.call(standing_at(gate))
+    stream.call(die)
+    stream.record(event)
+    other.wait(event)
+    monkeypatch.setattr(stream, "_run", lambda operation: operation.run())
+    waiters = [threading.Thread(target=waiting(wait)) for wait in (event, stream, other)]
+    for waiter in waiters:
+        waiter.start()
+    gate.set()
+    for waiter in waiters:
+        waiter.join(PATIENCE_S)
+        assert not waiter.is_alive()
+    assert before.query()
+    for ask in (event.query, event.synchronize, stream.synchronize, host.synchronize):
+        with pytest.raises(DeviceError, match="'strata-a' of the host device has ended") as raised:
+            ask()
+        assert raised.value.hint.startswith("restart")
+    with pytest.raises(DeviceError, match="stream 'b' failed in wait"):
+        other.synchronize()
+
+
+def die() -> None:
+    raise SystemExit
+
+
+def waiting(on: HostEvent | HostStream) -> Callable[[], None]:
+    def wait() -> None:
+        with pytest.raises(DeviceError, match="'strata-a' of the host device has ended"):
+            on.synchronize()
+
+    return wait
 
 
 def test_closing_ends_every_thread() -> None:

@@ -6,15 +6,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from strata_cli.engine.device import host_stream
 from strata_cli.engine.device.host_memory import HostBuffer
+from strata_cli.engine.device.host_stream import HostStream
 from strata_cli.engine.device.transfer import download
-from strata_cli.engine.engine import Engine
+from strata_cli.engine.engine import Engine, Sequence
 from strata_cli.engine.experts import waiting
 from strata_cli.engine.prefill.feed import StreamTables
 from strata_cli.engine.trace import Event, Trace
@@ -328,6 +331,34 @@ def test_a_device_that_hangs_ends_the_prompt(separate: Path, truth: Talk, device
         may_run.set()
         assert_same_talk(talk(engine), truth)
         assert (store_of(engine).cache.pair_in == held).all()
+
+
+@pytest.mark.parametrize("name", ["compute", "copies"])
+@pytest.mark.parametrize("way", [Way(), Way(stream={"has_thread": False}), Way(pinned=0)])
+def test_a_dead_thread_of_the_host_device_ends_every_prompt_and_the_engine_closes(
+    separate: Path, name: str, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_stream, "LOOK_S", 0.01)
+    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+    with way.open(separate, "host") as engine, engine.sequence() as sequence:
+        stream = engine._stream if name == "compute" else store_of(engine).copies
+        assert isinstance(stream, HostStream)
+        with monkeypatch.context() as patch:
+            patch.setattr(stream, "_run", _die)
+            for read in (sequence.prefill, partial(_read_again, sequence)):
+                with pytest.raises(DeviceError, match=f"'strata-{name}' .* has ended") as raised:
+                    read(TURNS[0])
+                assert "restart" in str(raised.value)
+        assert not issuers()
+
+
+def _read_again(sequence: Sequence, ids: list[int]) -> None:
+    sequence.reset()
+    sequence.prefill(ids)
+
+
+def _die(_operation: object) -> None:
+    raise SystemExit
 
 
 def _hold(event: threading.Event) -> None:

@@ -18,18 +18,22 @@ from strata_cli.engine.device.host_memory import HostBuffer
 from strata_cli.engine.device.host_workers import CHUNKS_PER_THREAD, WorkerPool
 from strata_cli.errors import DeviceError, ShapeError
 
+LOOK_S = 1.0  # between two looks at whether the stream's thread still lives
+
 
 class _Ticket:
     """One record of an event: done once, with a time and perhaps an error.
 
     The stream's thread writes ``error``, ``time_ns`` and then ``done``. Waiters add a lock to
     ``gates`` and look at ``done`` again; the stream's thread sets ``done`` first and opens the
-    gates after, so one of the two always sees the other.
+    gates after, so one of the two always sees the other. If that thread has ended instead, whoever
+    asks is told.
     """
 
-    __slots__ = ("done", "error", "gates", "time_ns")
+    __slots__ = ("_thread", "done", "error", "gates", "time_ns")
 
-    def __init__(self) -> None:
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
         self.done = False
         self.time_ns = 0
         self.error: DeviceError | None = None
@@ -49,10 +53,17 @@ class _Ticket:
         gate = threading.Lock()
         gate.acquire()
         self.gates.append(gate)
-        if not self.done:
-            gate.acquire()
+        while not self.done and not gate.acquire(timeout=LOOK_S):
+            self.check()
 
     def check(self) -> None:
+        """Raises what the stream failed with, or that nobody works on it any more."""
+        may_come = self.done or self._thread.is_alive()
+        if not may_come and not self.done:  # again: its last act may have been this ticket
+            raise DeviceError(
+                f"thread {self._thread.name!r} of the host device has ended before its work",
+                hint="restart: what it was to compute is lost",
+            )
         if self.error is not None:
             raise _again(self.error)
 
@@ -90,9 +101,9 @@ class HostEvent:
         self.check_open()
         if self.ticket is None:
             return True
-        if self.ticket.done:
-            self.ticket.check()
-        return self.ticket.done
+        is_done = self.ticket.done
+        self.ticket.check()
+        return is_done
 
     def synchronize(self) -> None:
         self.check_open()
@@ -267,7 +278,7 @@ class HostStream:
     def record(self, event: Event) -> None:
         self._check_not_capturing("record")
         own = host_event(event)
-        ticket = _Ticket()
+        ticket = _Ticket(self._thread)
         self._emit(_Operation("record", ticket=ticket))
         own.ticket = ticket
 
@@ -279,7 +290,7 @@ class HostStream:
 
     def synchronize(self) -> None:
         self._check_not_capturing("synchronize")
-        ticket = _Ticket()
+        ticket = _Ticket(self._thread)
         self._emit(_Operation("synchronize", ticket=ticket))
         ticket.wait()
         ticket.check()
