@@ -459,6 +459,21 @@ def test_copies_go_one_by_one_where_a_batch_cannot(device: CudaDevice, driver: F
     assert not driver.arguments("cuMemcpyBatchAsync")
 
 
+@pytest.mark.usefixtures("built")
+def test_nothing_starts_early_behind_two_streams(device: CudaDevice, driver: FakeDriver) -> None:
+    stream, side = device.stream("compute"), device.stream("side")
+    early = Launch(items=1, early=True)
+    for name in ("fork", "join"):
+        stream.launch(KERNEL, early)
+        getattr(stream, name)(side)
+        for own in (side, stream):
+            own.launch(KERNEL, early)
+            own.launch(KERNEL, early)
+        assert driver.names().count("cuLaunchKernelEx") == 4, name
+        assert driver.names().count("cuLaunchKernel") == 1, name
+        driver.calls.clear()
+
+
 def test_a_graph_keeps_its_buffers(device: CudaDevice, driver: FakeDriver) -> None:
     stream = device.stream("compute")
     with stream.capture() as graph:

@@ -68,6 +68,60 @@ def test_a_graph_runs_on_any_stream(device: Device, stream: Stream) -> None:
     assert download(device, other, x) == 12
 
 
+def test_a_fork_waits_and_a_join_is_waited_for(device: Device, stream: Stream) -> None:
+    x, y = empty(device, (1,), np.int64), empty(device, (1,), np.int64)
+    side = device.stream("side")
+    with held(device, stream):
+        stream.fill(x, 0)
+        affine(stream, x, 1, 2)
+        stream.fork(side)
+        side.copy(y, x)
+        affine(side, y, 10, 1)
+        stream.join(side)
+        stream.copy(x, y)
+    assert download(device, stream, x) == 21
+
+
+def test_a_capture_holds_what_is_forked_until_it_is_joined(device: Device, stream: Stream) -> None:
+    x, y = empty(device, (1,), np.int64), empty(device, (1,), np.int64)
+    side = device.stream("side")
+    upload(device, stream, x, np.array([1]))
+    with stream.capture() as graph:
+        affine(stream, x, 3, 0)
+        stream.fork(side)
+        side.copy(y, x)
+        affine(side, y, 10, 0)
+        stream.fork(side)  # for more
+        affine(side, y, 1, 1)
+        stream.join(side)
+        affine(stream, y, 1, 1)
+    assert download(device, stream, x) == 1
+    side.fill(x, 0)  # goes its own way again
+    side.synchronize()
+    upload(device, stream, x, np.array([2]))
+    stream.replay(graph)
+    assert download(device, stream, x) == 6
+    assert download(device, stream, y) == 62
+
+
+def test_a_fork_that_is_not_joined_is_over_with_its_capture(device: Device, stream: Stream) -> None:
+    x = empty(device, (1,), np.int64)
+    side = device.stream("side")
+
+    def fork_and_fail() -> None:
+        with stream.capture():
+            affine(stream, x, 1, 1)
+            stream.fork(side)
+            side.fill(x, 1)
+            raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        fork_and_fail()
+    side.fill(x, 0)
+    side.synchronize()
+    assert download(device, stream, x) == 0
+
+
 def test_fills_and_calls_are_captured(device: Device, stream: Stream) -> None:
     x, calls = empty(device, (3,), np.uint8), []
     with stream.capture() as graph:

@@ -289,6 +289,18 @@ class Stream(Protocol):
         ...
 
     def synchronize(self) -> None: ...
+    def fork(self, side: Stream) -> None:
+        """Later work of side waits for what is enqueued here so far, and may run beside the rest.
+
+        In a capture of this stream side's work is recorded too, until join(), which must come
+        before the capture ends. May be called again before that: side then waits for more.
+        """
+        ...
+
+    def join(self, side: Stream) -> None:
+        """Later work of this stream waits for what is enqueued on side so far."""
+        ...
+
     def capture(self) -> AbstractContextManager[Graph]:
         """Inside the block, this stream's launches, copies, fills and calls are recorded, not run.
 

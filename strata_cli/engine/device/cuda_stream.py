@@ -15,11 +15,12 @@ from strata_cli.engine.device.base import (
     Kernel,
     KernelArgument,
     Launch,
+    Stream,
     Tensor,
 )
 from strata_cli.engine.device.cuda_calls import CallInGraph, Failure, host_calls, launch_in_graph
 from strata_cli.engine.device.cuda_driver import Context, check, failed
-from strata_cli.engine.device.cuda_event import CudaGraph, cuda_event, is_done
+from strata_cli.engine.device.cuda_event import CudaEvent, CudaGraph, cuda_event, is_done
 from strata_cli.engine.device.cuda_kernels import Arguments, Loader
 from strata_cli.engine.device.cuda_memory import CudaBuffer, spans
 from strata_cli.engine.device.cuda_waiting import wait_until
@@ -42,6 +43,8 @@ class CudaStream:
         self._failure = Failure(name)
         self._arguments: dict[Kernel, Arguments] = {}
         self._capturing: CudaGraph | None = None
+        self._sides: list[CudaStream] = []
+        self._is_joined = False
         context.enter()
         flag = int(self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._handle: Any = check("cuStreamCreate()", self._driver.cuStreamCreate(flag))
@@ -77,7 +80,9 @@ class CudaStream:
         arguments.fill(args)
         if self._capturing is not None:
             self._capturing.kept += [a.buffer for a in args if isinstance(a, Tensor)]
-        if launch.early and self._context.gpu.capability >= EARLY_CAPABILITY:
+        is_early = launch.early and not self._is_joined
+        self._is_joined = False
+        if is_early and self._context.gpu.capability >= EARLY_CAPABILITY:
             config = self._early_config(launch, stream)
             status = self._driver.cuLaunchKernelEx(config, function.handle, arguments.address, 0)[0]
         else:
@@ -240,6 +245,30 @@ class CudaStream:
         wait_until(lambda: is_done("cuStreamQuery()", driver.cuStreamQuery(stream)[0]))
         self._failure.check()
 
+    def fork(self, side: Stream) -> None:
+        own = _cuda_stream(side)
+        if self._capturing is not None:
+            self._sides.append(own)  # first, so that an interrupt leaves it to the capture's end
+            own._capturing = self._capturing
+        self._before(own)
+
+    def join(self, side: Stream) -> None:
+        own = _cuda_stream(side)
+        own._before(self)
+        if own._capturing is self._capturing:
+            own._capturing = None
+
+    def _before(self, other: CudaStream) -> None:
+        """Later work of the other waits for what is enqueued here; in a capture too."""
+        stream, waits = self._enter("fork or join"), other._enter("fork or join")
+        event = CudaEvent(self._context, timing=False)
+        check("cuEventRecord()", self._driver.cuEventRecord(event.handle, stream))
+        check("cuStreamWaitEvent()", self._driver.cuStreamWaitEvent(waits, event.handle, 0))
+        event.close()  # the driver keeps what is waited for
+        other._is_joined = True  # its next launch waits for both streams: it cannot start early
+        if self._failure is not other._failure:
+            other._failure.inputs.add(self._failure)
+
     def capture(self) -> AbstractContextManager[Graph]:
         return _Capture(self, CudaGraph(self._context))
 
@@ -260,6 +289,7 @@ class CudaStream:
         """Ends the capture and makes the graph executable."""
         stream = self._handle
         answer = self._driver.cuStreamEndCapture(stream)
+        self._end_sides()
         self._capturing = None
         graph.instantiate(check("cuStreamEndCapture()", answer))
         check("cuGraphUpload()", self._driver.cuGraphUpload(graph.handle, stream))
@@ -273,7 +303,13 @@ class CudaStream:
             answer = self._driver.cuStreamEndCapture(self._handle)
             if not int(answer[0]):
                 self._driver.cuGraphDestroy(answer[1])
+        self._end_sides()
         self._capturing = None
+
+    def _end_sides(self) -> None:
+        """Streams that were forked into a capture are as before it."""
+        while self._sides:
+            self._sides.pop()._capturing = None
 
     def replay(self, graph: Graph) -> None:
         stream = self._enter("replay", in_graph=False)
@@ -331,6 +367,12 @@ class _Capture(NamedTuple):
 
     def __del__(self) -> None:
         self.stream.drop_capture(self.graph)
+
+
+def _cuda_stream(stream: Stream) -> CudaStream:
+    if not isinstance(stream, CudaStream):
+        raise DeviceError(f"a CUDA stream needs a CUDA stream, got {type(stream).__name__}")
+    return stream
 
 
 def cuda_buffer(tensor: Tensor) -> CudaBuffer:

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.device.base import Event, Graph, Kernel, KernelArgument, Launch, Tensor
+from strata_cli.engine.device.base import (
+    Event,
+    Graph,
+    Kernel,
+    KernelArgument,
+    Launch,
+    Stream,
+    Tensor,
+)
 from strata_cli.engine.device.host_memory import HostBuffer
 from strata_cli.engine.device.host_workers import CHUNKS_PER_THREAD, WorkerPool
 from strata_cli.errors import DeviceError, ShapeError
@@ -222,7 +230,8 @@ class HostStream:
     """An in-order queue and the thread that runs it.
 
     The owner's side only appends to the queue, and the thread sleeps in it when it is empty, so a
-    burst of launches wakes the thread once. ``_recording`` is the graph being captured.
+    burst of launches wakes the thread once. ``_recording`` is the graph being captured, ``_sides``
+    the streams that record into it as well.
     ``_failure`` and ``_label`` are written by the stream's thread alone, ``_recording`` and
     ``_closed`` by the owner (or the device's close).
     """
@@ -233,6 +242,7 @@ class HostStream:
         self._queue: SimpleQueue[_Operation] = SimpleQueue()
         self._closed = False
         self._recording: HostGraph | None = None
+        self._sides: list[HostStream] = []
         self._failure: DeviceError | None = None
         self._label = ""
         self._thread = threading.Thread(target=self._serve, name=f"strata-{name}", daemon=True)
@@ -295,6 +305,21 @@ class HostStream:
         ticket.wait()
         ticket.check()
 
+    def fork(self, side: Stream) -> None:
+        own = _host_stream(side)
+        if self._recording is None:
+            self._before(own)
+            return
+        self._sides.append(own)  # first, so that an interrupt leaves it to end_capture()
+        own._recording = self._recording  # which keeps everything in the order of the calls
+
+    def join(self, side: Stream) -> None:
+        own = _host_stream(side)
+        if self._recording is None:
+            own._before(self)
+        elif own._recording is self._recording:
+            own._recording = None
+
     def capture(self) -> AbstractContextManager[Graph]:
         return _Capture(self, HostGraph())
 
@@ -308,6 +333,8 @@ class HostStream:
         """Ends the capture of this graph, if it is under way."""
         if self._recording is graph:
             self._recording = None
+            while self._sides:
+                self._sides.pop()._recording = None
 
     def replay(self, graph: Graph) -> None:
         self._check_not_capturing("replay")
@@ -338,6 +365,12 @@ class HostStream:
             self._recording.operations.append(operation)
         else:
             self._queue.put(operation)
+
+    def _before(self, other: HostStream) -> None:
+        """Later work of the other waits for what is enqueued here."""
+        event = HostEvent(timing=False)
+        self.record(event)
+        other.wait(event)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -378,6 +411,12 @@ class HostStream:
         for self._label, run, _, _ in operations:
             assert run is not None
             run()
+
+
+def _host_stream(stream: Stream) -> HostStream:
+    if not isinstance(stream, HostStream):
+        raise DeviceError(f"a host stream needs a host stream, got {type(stream).__name__}")
+    return stream
 
 
 class _Capture(NamedTuple):

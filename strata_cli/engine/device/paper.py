@@ -22,6 +22,7 @@ from strata_cli.engine.device.base import (
     KernelArgument,
     Launch,
     MemoryInfo,
+    Stream,
     Tensor,
 )
 
@@ -241,6 +242,12 @@ class PaperStream:
 
     def synchronize(self) -> None:
         """Nothing runs."""
+
+    def fork(self, side: Stream) -> None:
+        """Every point is reached."""
+
+    def join(self, side: Stream) -> None:
+        """Every point is reached."""
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:
