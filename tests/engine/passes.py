@@ -29,7 +29,8 @@ def read_in_the_open(engine: Engine, ids: list[int]) -> ModelPass:
         for layer, weights in enumerate(forward.weights.layers):
             forward.layer(layer, weights, batch, x)
             seen.residual.append(_fetch(engine, "x", num))
-            seen.router_ids.append(_fetch(engine, "expert_ids", num))
+            ids_of_layer = forward._expert_ids(layer, num)  # few rows keep every layer's
+            seen.router_ids.append(download(engine._device, forward.stream, ids_of_layer))
             seen.router_weights.append(_fetch(engine, "expert_weights", num))
             if spec.index_ratio[layer]:
                 seen.allowed[layer] = _allowed(engine, num, spec.index_ratio[layer])

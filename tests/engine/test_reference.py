@@ -114,6 +114,22 @@ def test_ties_go_to_the_lower_expert_and_the_lower_block(model_path: Path) -> No
     assert_close(seen.logits, Reference(model_path).forward(ids).logits)
 
 
+def test_the_reference_follows_the_selections_of_another_pass(model_path: Path) -> None:
+    write_tiny_model(model_path)
+    reference, ids = Reference(model_path), mixed_prompt(30)
+    own = reference.forward(ids)
+    same = reference.forward(ids, own)
+    assert np.array_equal(same.logits, own.logits)
+    assert not same.shortfall.any()
+    chosen = own.router_ids[1][20]
+    chosen[-1] = min(set(range(6)) - set(chosen.tolist()))
+    followed = reference.forward(ids, own)
+    assert np.array_equal(followed.logits[:20], same.logits[:20])
+    assert not np.array_equal(followed.logits[20], same.logits[20])
+    assert not followed.shortfall[:20].any()
+    assert followed.shortfall[20] >= own.margin[20] > 0
+
+
 @settings(max_examples=25)
 @given(dims=dimensions(), ids=prompts(), chunk=st.sampled_from([1, 5, 16, 64]))
 def test_random_models(model_path: Path, dims: dict[str, Any], ids: list[int], chunk: int) -> None:

@@ -46,6 +46,10 @@ class ModelPass:
         allowed: per attention layer with an index, the positions attended to, [T, T].
         ngram_rows: rows of the n-gram table, [T, heads]; None without one.
         margin: per token, the smallest margin of its own selections in any layer, [T].
+        follows: the pass whose selections this one took instead of its own.
+        shortfall: per token, how much worse the worst entry it took was than the worst it would
+            have chosen itself, as a share of the scores, the most in any layer, [T]; zeros where
+            it follows no other.
     """
 
     logits: NDArray[Any]
@@ -56,6 +60,8 @@ class ModelPass:
     allowed: dict[int, NDArray[np.bool_]] = field(default_factory=dict)
     ngram_rows: NDArray[Any] | None = None
     margin: Floats = field(default_factory=lambda: np.empty(0))
+    follows: ModelPass | None = None
+    shortfall: Floats = field(default_factory=lambda: np.empty(0))
 
     def num_decided(self, margin: float) -> int:
         """Leading tokens whose every selection, and those before, would survive rounding."""
@@ -88,10 +94,11 @@ class Reference:
     def has(self, name: str) -> bool:
         return f"{name}.weight" in self._tensors
 
-    def forward(self, ids: Sequence[int]) -> ModelPass:
-        """All positions of one prompt."""
+    def forward(self, ids: Sequence[int], follows: ModelPass | None = None) -> ModelPass:
+        """All positions of one prompt; by the experts and blocks of another pass, if given."""
         tokens = np.asarray(ids, dtype=np.int64)
-        seen = ModelPass(_NONE, _NONE, margin=np.full(len(tokens), np.inf))
+        seen = ModelPass(_NONE, _NONE, follows=follows, shortfall=np.zeros(len(tokens)))
+        seen.margin = np.full(len(tokens), np.inf)
         x = np.repeat(self.w("token_embd")[tokens][:, None], self.streams, axis=1)
         for layer in self.layers:
             x = self._layer(layer, tokens, x, seen)
@@ -134,20 +141,24 @@ class Reference:
         down = self.w(blk + "ffn_down_exps")
         logits = y @ self.w(blk + "ffn_gate_inp").T
         chosen = select(logits, int(self.key("expert_used_count")))
+        seen.margin = np.minimum(seen.margin, chosen.margin)
+        ids = chosen.ids
+        if seen.follows is not None:
+            ids = seen.follows.router_ids[len(seen.router_ids)]
+            seen.shortfall = np.maximum(seen.shortfall, shortfall(logits, chosen.ids, ids))
         probability = softmax(logits)
-        weights = np.take_along_axis(probability, chosen.ids, axis=1)
+        weights = np.take_along_axis(probability, ids, axis=1)
         weights = weights / weights.sum(axis=1, keepdims=True)
         out = np.zeros_like(y)
         for expert in range(len(down)):
-            t, rank = np.nonzero(chosen.ids == expert)
+            t, rank = np.nonzero(ids == expert)
             hidden = silu(y[t] @ gate[expert].T) * (y[t] @ up[expert].T)
             out[t] += weights[t, rank, None] * (hidden @ down[expert].T)
         shared_gate, shared_up = self.w(blk + "ffn_gate_shexp"), self.w(blk + "ffn_up_shexp")
         shared = (silu(y @ shared_gate.T) * (y @ shared_up.T)) @ self.w(blk + "ffn_down_shexp").T
         share = sigmoid(y @ self.w(blk + "ffn_gate_inp_shexp").reshape(-1))
-        seen.router_ids.append(chosen.ids)
+        seen.router_ids.append(ids)
         seen.router_weights.append(weights)
-        seen.margin = np.minimum(seen.margin, chosen.margin)
         return out + share[:, None] * shared
 
     def _gate_up(self, blk: str) -> tuple[Floats, Floats]:
@@ -193,7 +204,7 @@ class Reference:
         k = self._rope(rms(k, self.w(blk + "attn_k_norm"), self.eps), positions)
         allowed = np.tri(tokens, dtype=bool)
         if ratio := self._ratio(layer):
-            allowed = self._index(blk, y, ratio, seen)
+            allowed = self._index(layer, y, ratio, seen)
             seen.allowed[layer] = allowed
         out = np.zeros_like(q)
         for head in range(heads):
@@ -207,9 +218,9 @@ class Reference:
         ratios = self.key("attention.compress_ratios", 0)
         return int(ratios) if np.ndim(ratios) == 0 else int(ratios[layer])
 
-    def _index(self, blk: str, y: Floats, ratio: int, seen: ModelPass) -> NDArray[np.bool_]:
+    def _index(self, layer: int, y: Floats, ratio: int, seen: ModelPass) -> NDArray[np.bool_]:
         """Which positions each token attends to: its best blocks and the tail, [T, T]."""
-        tokens = len(y)
+        blk, tokens = f"blk.{layer}.", len(y)
         keep = int(self.key("attention.indexer.top_k")) // ratio
         heads = int(self.key("attention.indexer.head_count"))
         q = (y @ self.w(blk + "indexer.q_proj").T).reshape(tokens, heads, -1)
@@ -223,12 +234,18 @@ class Reference:
         allowed = np.zeros((tokens, tokens), dtype=bool)
         for t in range(tokens):
             complete = (t + 1) // ratio
-            chosen = select(np.maximum(dots[None, t, :complete], 0).sum(axis=2), keep)
+            scores = np.maximum(dots[None, t, :complete], 0).sum(axis=2)
+            chosen = select(scores, keep)
             if chosen.margin[0] == 0:  # a tie of zeros: is every product clearly below zero?
-                losers = np.maximum(dots[t, :complete], 0).sum(axis=1) == 0
-                doubt = np.abs(dots[t, :complete][losers]).min()
+                doubt = np.abs(dots[t, :complete][scores[0] == 0]).min()
                 chosen = Selection(chosen.ids, np.array([doubt]))
-            for block in chosen.ids[0]:
+            ids = chosen.ids
+            if seen.follows is not None and ids.size:
+                ids = np.flatnonzero(seen.follows.allowed[layer][t, : complete * ratio : ratio])[
+                    None
+                ]
+                seen.shortfall[t] = max(seen.shortfall[t], shortfall(scores, chosen.ids, ids)[0])
+            for block in ids[0]:
                 allowed[t, block * ratio : (block + 1) * ratio] = True
             allowed[t, complete * ratio : t + 1] = True
             seen.margin[t] = min(seen.margin[t], chosen.margin[0])
@@ -324,6 +341,13 @@ def causal_conv(x: Floats, taps: Floats, dilation: int) -> Floats:
     for tap in range(kernel):
         out += taps[:, tap] * padded[tap * dilation : tap * dilation + len(x)]
     return out
+
+
+def shortfall(scores: Floats, best: Ids, taken: Ids) -> Floats:
+    """How far the worst entry taken lies below the worst of the best, as a share of the scores."""
+    worst = (np.take_along_axis(scores, ids, axis=1).min(axis=1) for ids in (best, taken))
+    gap: Floats = (next(worst) - next(worst)) / (1 + np.abs(scores).max(axis=1))
+    return gap
 
 
 def select(scores: Floats, count: int) -> Selection:
