@@ -157,6 +157,17 @@ def test_the_report_counts_who_was_routed_to(tiny: Path) -> None:
     assert readings["random"].unrouted[2].mean() < 0.3
 
 
+def test_the_report_does_not_depend_on_the_chunks(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = measure_routing(tiny, [104], device="host")
+    monkeypatch.setattr(report, "_PREFILL_TOKENS", 100)  # the last pass has four rows
+    cut = measure_routing(tiny, [104], device="host")
+    for name, reading in whole.items():
+        assert cut[name].common_near == reading.common_near
+        assert np.array_equal(cut[name].unrouted, reading.unrouted)
+
+
 def test_a_text_that_is_too_short_is_refused(tiny: Path) -> None:
     with pytest.raises(InputError, match="text has 2 tokens, and 1,000 are to be read"):
         measure_routing(tiny, [1000], device="host", text=" a b")

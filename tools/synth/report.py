@@ -107,7 +107,7 @@ class _WatchingForward(Forward):
     ) -> None:
         """Enqueue one layer, wait for it, and note its routing."""
         Forward.layer(self, index, layer, batch, x, feed)
-        ids = self.workspace.take("expert_ids", batch.num_tokens)
+        ids = self._expert_ids(index, batch.num_tokens)
         self.choices.setdefault(index, []).append(download(self.device, self.stream, ids))
 
 
