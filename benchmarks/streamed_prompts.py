@@ -1,14 +1,18 @@
 """What a streamed prompt costs, way by way, and that none of them changes a bit.
 
     PYTHONPATH=. python benchmarks/streamed_prompts.py MODEL.gguf [--device cuda:0]
-        [--slots N | --vram-gib G] [--lengths 1046,1979,4096,8192] [--prefill 8192] [--ring N]
+        [--slots N | --vram-gib G] [--lengths 1046,1979,18763+1790] [--prefill 8192] [--ring N]
         [--ways "all copied;likely, depth auto"] [--json FILE]
 
 First all experts are resident, where they fit: the logits that count, and the time that computing
 takes. Then an engine with fewer cache slots reads the same prompts in every way, in turn, so that
-noise falls on all alike. A prompt's bound is the larger of the resident time and of its routed,
-not resident bytes over the link's rate, measured in the same run. One more read, not timed, finds
-these bytes: through a small ring only what is routed is copied.
+noise falls on all alike; "A+B" is B tokens behind A that were read before. A prompt's bound is the
+larger of the resident time and of its routed, not resident bytes over the link's rate, measured in
+the same run.
+
+What a read expects of routing comes from another prompt of the same length, or of the tokens
+before: a prompt that is read again and again must not know itself. The way "oracle" does, which
+shows what the best order of copies would avoid.
 """
 
 from __future__ import annotations
@@ -27,10 +31,12 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Tensor
-from strata_cli.engine.engine import Engine, EngineOptions
-from strata_cli.engine.experts.streaming import StreamOptions
+from strata_cli.engine.engine import Engine, EngineOptions, Sequence
+from strata_cli.engine.experts.order import oracle
+from strata_cli.engine.experts.streaming import ChunkStream, StreamOptions
+from strata_cli.engine.forward.state import Snapshot
 from strata_cli.engine.model.tensors import load_model_file
-from strata_cli.engine.prefill.prompt_stream import StreamRules
+from strata_cli.engine.prefill.prompt_stream import History, StreamRules
 from strata_cli.engine.prefill.streamer import PromptStreamer
 from strata_cli.errors import OutOfMemory
 from tools.synth.prompts import zipf_prompt
@@ -49,15 +55,22 @@ WAYS = {
         PLAIN, is_likely=True, stream=replace(PLAIN.stream, has_thread=False)
     ),
     "likely, kept 256": replace(PLAIN, is_likely=True, kept_slots=256),
+    "oracle": replace(PLAIN, is_likely=True, stream=replace(PLAIN.stream, depth=0)),
 }
-ROUTED_ONLY = replace(PLAIN, ring=replace(PLAIN.ring, slots=8))
+ORACLE = "oracle"
 
 
 @dataclass(frozen=True)
 class Read:
-    """One way of reading one prompt. Counts are of one read; seconds of all."""
+    """One way of reading one prompt. Counts are of one read; seconds of all.
+
+    Attributes:
+        pairs: for each run, the first way's seconds over this one's.
+        avoided_share: of the bytes that need not come, those that did not.
+    """
 
     tokens: int
+    reused: int
     way: str
     seconds: float
     least: float
@@ -71,14 +84,24 @@ class Read:
     waited_share: float
     times_bound: float
     avoided_share: float
+    pairs: list[float]
     same_bits: bool
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens to read, behind others that were read before."""
+
+    before: list[int]
+    ids: list[int]
+    name: str
 
 
 @dataclass(frozen=True)
 class Bound:
     """What no way can beat: computing, and carrying what is routed."""
 
-    logits: NDArray[np.float32] | None
+    logits: NDArray[np.float32]
     resident_s: float
     routed_bytes: int
     entry_bytes: int
@@ -101,11 +124,30 @@ def link_rate(name: str) -> float:
     return LINK_BYTES / min(seconds)
 
 
-def read(engine: Engine, ids: list[int]) -> tuple[NDArray[np.float32], float]:
-    with engine.sequence() as sequence:
+def prompt_of(vocab_size: int, length: str, seed: int) -> Prompt:
+    reused, _, new = length.rpartition("+")
+    before = zipf_prompt(vocab_size, int(reused), seed + 100) if reused else []
+    return Prompt(before, zipf_prompt(vocab_size, int(new), seed), length)
+
+
+class Reader:
+    """Reads one prompt again and again."""
+
+    def __init__(self, engine: Engine, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self._sequence: Sequence = engine.sequence()
+        if prompt.before:
+            self._sequence.prefill(prompt.before)
+        self._start: Snapshot = self._sequence.snapshot()
+
+    def read(self) -> tuple[NDArray[np.float32], float]:
+        self._sequence.restore(self._start)
         start = time.perf_counter()
-        logits = sequence.prefill(ids)
+        logits = self._sequence.prefill(self._prompt.ids)
         return logits, time.perf_counter() - start
+
+    def close(self) -> None:
+        self._sequence.close()
 
 
 def streamer_of(engine: Engine) -> PromptStreamer:
@@ -114,11 +156,41 @@ def streamer_of(engine: Engine) -> PromptStreamer:
     return streamer
 
 
+class Expecting(History):
+    """A history that says what is expected of routing, whatever was read; see by_oracle."""
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history.scores)
+        self.depth = history.depth
+        self.expected: NDArray[np.int64] | None = None
+        self.oracle: list[NDArray[np.int64]] = []
+        self.uses: list[NDArray[np.int64]] = []
+
+    def expect(self, use: NDArray[np.int64] | None, known: list[NDArray[np.int64]]) -> None:
+        """Of the next prompt, from the use of another; or known, chunk by chunk."""
+        self._last_use = use
+        self.oracle = list(known)
+        self.uses = []
+
+    def order(self) -> NDArray[np.int64]:
+        return oracle(self.oracle.pop(0)) if self.oracle else super().order()
+
+    def add(self, stream: ChunkStream, *, is_typical: bool) -> None:
+        super().add(stream, is_typical=is_typical)
+        self.uses.append(stream.use.copy())
+
+
+def expecting(streamer: PromptStreamer) -> Expecting:
+    if not isinstance(streamer._history, Expecting):
+        streamer._history = Expecting(streamer._history)
+    return streamer._history
+
+
 @contextmanager
 def way(engine: Engine, rules: StreamRules) -> Iterator[PromptStreamer]:
     """The engine's streamer with other rules, for the length of the block."""
     streamer = streamer_of(engine)
-    before, streamer._rules = streamer._rules, rules
+    before, streamer._rules = streamer._rules, replace(rules, ring=streamer._rules.ring)
     try:
         yield streamer
     finally:
@@ -126,7 +198,7 @@ def way(engine: Engine, rules: StreamRules) -> Iterator[PromptStreamer]:
 
 
 def resident_reads(
-    options: EngineOptions, prompts: list[list[int]], runs: int
+    options: EngineOptions, prompts: list[Prompt], runs: int
 ) -> list[tuple[NDArray[np.float32] | None, float]]:
     """Logits and median seconds with every expert on the device; (None, 0) where they don't fit."""
     try:
@@ -136,51 +208,79 @@ def resident_reads(
         return [(None, 0.0)] * len(prompts)
     with engine:
         found: list[tuple[NDArray[np.float32] | None, float]] = []
-        for ids in prompts:
-            logits, _ = read(engine, ids)
-            found.append((logits, statistics.median(read(engine, ids)[1] for _ in range(runs))))
+        for prompt in prompts:
+            reader = Reader(engine, prompt)
+            logits, _ = reader.read()
+            found.append((logits, statistics.median(reader.read()[1] for _ in range(runs))))
+            reader.close()
     return found
 
 
-def bound_of(
-    engine: Engine, ids: list[int], resident: tuple[NDArray[np.float32] | None, float]
-) -> Bound:
-    logits, seconds = resident
-    with way(engine, ROUTED_ONLY) as streamer:
-        small, _ = read(engine, ids)
-        routed = sum(counts.copied_bytes for counts in streamer.counts)
-    with way(engine, WAYS["all copied"]) as streamer:
-        read(engine, ids)
-        entries = sum(counts.copied_bytes for counts in streamer.counts)
-    return Bound(small if logits is None else logits, seconds, routed, entries)
+class Expected:
+    """What is known of a prompt before it is timed."""
+
+    def __init__(self, engine: Engine, reader: Reader, prompt: Prompt, other: Prompt) -> None:
+        streamer = streamer_of(engine)
+        history, cache = expecting(streamer), streamer.setting.store.cache
+        if not prompt.before:
+            unlike = Reader(engine, other)
+            unlike.read()
+            unlike.close()
+        self.last_use = history._last_use
+        history.expect(self.last_use, [])
+        self.logits, _ = reader.read()
+        self.uses = history.uses
+        blob_bytes = np.array([layout.nbytes for layout in streamer.setting.store.layouts])
+        entries = ~cache.is_resident
+        routed = [(use > 0) & entries for use in self.uses]
+        self.routed_bytes = sum(int(chunk.sum(axis=1) @ blob_bytes) for chunk in routed)
+        self.entry_bytes = len(routed) * int(entries.sum(axis=1) @ blob_bytes)
 
 
 def reads_of(
-    engine: Engine, ids: list[int], bound: Bound, link: float, runs: int, ways: list[str]
+    engine: Engine,
+    prompt: Prompt,
+    other: Prompt,
+    resident: tuple[NDArray[np.float32] | None, float],
+    link: float,
+    runs: int,
+    ways: list[str],
 ) -> Iterator[Read]:
+    reader = Reader(engine, prompt)
+    known = Expected(engine, reader, prompt, other)
+    logits = known.logits if resident[0] is None else resident[0]
+    bound = Bound(logits, resident[1], known.routed_bytes, known.entry_bytes)
+    print(
+        f"{prompt.name} tokens: resident {bound.resident_s * 1e3:.1f} ms, routed and not "
+        f"resident {bound.routed_bytes / 1e9:.2f} of {bound.entry_bytes / 1e9:.2f} GB, "
+        f"{bound.routed_bytes / link * 1e3:.1f} ms of the link"
+    )
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     same = dict.fromkeys(ways, True)
     counts = {}
     for _ in range(runs):
         for name in ways:
-            rules = WAYS[name]
-            with way(engine, replace(rules, ring=streamer_of(engine)._rules.ring)) as streamer:
-                logits, taken = read(engine, ids)
+            with way(engine, WAYS[name]) as streamer:
+                history = expecting(streamer)
+                history.expect(known.last_use, known.uses if name == ORACLE else [])
+                read, taken = reader.read()
                 seconds[name].append(taken)
-                same[name] &= bound.logits is None or logits.tobytes() == bound.logits.tobytes()
+                same[name] &= bound.logits.tobytes() == read.tobytes()
                 counts[name] = streamer.counts
+    reader.close()
     least_s = max(bound.resident_s, bound.routed_bytes / link)
     for name, taken_s in seconds.items():
         median = statistics.median(taken_s)
         copied = sum(c.copied_bytes for c in counts[name])
         unrouted = max(bound.entry_bytes - bound.routed_bytes, 1)
         yield Read(
-            tokens=len(ids),
+            tokens=len(prompt.ids),
+            reused=len(prompt.before),
             way=name,
             seconds=median,
             least=min(taken_s),
             most=max(taken_s),
-            tokens_per_s=len(ids) / median,
+            tokens_per_s=len(prompt.ids) / median,
             copied=sum(c.copied for c in counts[name]),
             skipped=sum(c.skipped for c in counts[name]),
             copied_bytes=copied,
@@ -189,6 +289,7 @@ def reads_of(
             waited_share=sum(c.waited_us for c in counts[name]) / 1e6 / median,
             times_bound=median / least_s,
             avoided_share=(bound.entry_bytes - copied) / unrouted,
+            pairs=[off / on for off, on in zip(seconds[ways[0]], taken_s, strict=True)],
             same_bits=same[name],
         )
 
@@ -210,14 +311,14 @@ def main() -> None:
     parser.add_argument("--no-resident", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    lengths = [int(text) for text in arguments.lengths.split(",")]
+    lengths = arguments.lengths.split(",")
     link = link_rate(arguments.device)
     print(f"link {link / 1e9:.1f} GB/s")
     resident = EngineOptions(
         model=arguments.model,
         device=arguments.device,
         prefill=arguments.prefill,
-        max_context=max(lengths) + 64,
+        max_context=max(sum(map(int, length.split("+"))) for length in lengths) + 64,
         streaming=replace(PLAIN, ring=replace(PLAIN.ring, slots=arguments.ring)),
     )
     cached = replace(
@@ -229,7 +330,8 @@ def main() -> None:
     ways = arguments.ways.split(";") if arguments.ways else list(WAYS)
     with load_model_file(arguments.model) as model:
         vocab_size = model.spec.vocab_size
-    prompts = [zipf_prompt(vocab_size, count, seed=1) for count in lengths]
+    prompts = [prompt_of(vocab_size, length, seed=1) for length in lengths]
+    others = [prompt_of(vocab_size, length, seed=2) for length in lengths]
     rows: list[Read] = []
     found: list[tuple[NDArray[np.float32] | None, float]] = [(None, 0.0)] * len(prompts)
     if not arguments.no_resident:
@@ -238,22 +340,17 @@ def main() -> None:
     with Engine.open(cached) as engine:
         slots = streamer_of(engine).setting.store.cache.num_slots
         print(f"opened in {time.perf_counter() - start:.1f} s, {slots} slots")
-        for ids, known in zip(prompts, found, strict=True):
-            bound = bound_of(engine, ids, known)
-            routed_s = bound.routed_bytes / link
-            print(
-                f"{len(ids)} tokens: resident {bound.resident_s * 1e3:.1f} ms, routed and not "
-                f"resident {bound.routed_bytes / 1e9:.2f} of {bound.entry_bytes / 1e9:.2f} GB, "
-                f"{routed_s * 1e3:.1f} ms of the link"
-            )
-            for row in reads_of(engine, ids, bound, link, arguments.runs, ways):
+        for prompt, other, known in zip(prompts, others, found, strict=True):
+            for row in reads_of(engine, prompt, other, known, link, arguments.runs, ways):
                 rows.append(row)
+                ratios = " ".join(f"{ratio:.3f}" for ratio in row.pairs)
                 print(
                     f"  {row.way:<20} {row.seconds * 1e3:8.1f} ms {row.tokens_per_s:9.0f} tokens/s "
                     f"copied {row.copied:6d} skipped {row.skipped:6d} "
                     f"link {row.link_gbps:5.1f} GB/s {row.link_share:4.0%} "
                     f"waited {row.waited_share:4.0%} bound x {row.times_bound:5.2f} "
-                    f"avoided {row.avoided_share:4.0%} {'same' if row.same_bits else 'OTHER'} bits",
+                    f"avoided {row.avoided_share:4.0%} {'same' if row.same_bits else 'OTHER'} bits "
+                    f"pairs {ratios}",
                     flush=True,
                 )
             if arguments.json:
