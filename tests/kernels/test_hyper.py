@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Tensor
-from strata_cli.engine.kernels.combine_write import can_combine_write, combine_write_norm
+from strata_cli.engine.kernels.combine_write import (
+    can_write_few,
+    combine_write_norm,
+    write_norm_few,
+)
 from strata_cli.engine.kernels.hyper import (
     LOWRANK_SILU,
     STREAM_MIX,
@@ -243,9 +247,9 @@ def test_an_inject_beside_the_mix_has_the_bits_of_a_product(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("num_tokens", "num_streams", "size", "parts"),
-    [(1, 4, 2560, 40), (3, 2, 64, 0), (32, 4, 100, 7)],
+    [(1, 4, 2560, 40), (3, 2, 64, 0), (32, 4, 100, 7), (2, 2, 3072, 40)],
 )
-def test_experts_straight_into_the_streams_have_the_bits_of_both(
+def test_writes_of_few_tokens_have_the_bits_of_those_of_many(
     gpu_lab: Lab, num_tokens: int, num_streams: int, size: int, parts: int
 ) -> None:
     lab, top_k, width = gpu_lab, 5, num_streams * size
@@ -263,12 +267,14 @@ def test_experts_straight_into_the_streams_have_the_bits_of_both(
         lab.put(normal(6, width)),
     )
     streams = normal(7, *shape, size)
-    x, expected = lab.put(streams), lab.put(streams)
-    normed, after = (lab.empty((num_tokens, width)) for _ in range(2))
-    assert can_combine_write(lab.stream, x, norm)
+    x, alone, expected = (lab.put(streams) for _ in range(3))
+    normed, own, after = (lab.empty((num_tokens, width)) for _ in range(3))
+    assert can_write_few(lab.stream, x, inject, norm)
     combine_write_norm(lab.stream, operands, x, inject, norm, EPS, normed)
     out = lab.empty((num_tokens, size))
     combine(lab.stream, *operands, out)
+    write_norm_few(lab.stream, alone, out, inject, norm, EPS, own)
     stream_write_norm(lab.stream, expected, out, inject, norm, EPS, after)
-    np.testing.assert_array_equal(lab.get(x), lab.get(expected))
-    np.testing.assert_array_equal(lab.get(normed), lab.get(after))
+    for written, normalised in ((x, normed), (alone, own)):
+        np.testing.assert_array_equal(lab.get(written), lab.get(expected))
+        np.testing.assert_array_equal(lab.get(normalised), lab.get(after))

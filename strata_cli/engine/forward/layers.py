@@ -39,7 +39,11 @@ from strata_cli.engine.forward.workspace import Workspace
 from strata_cli.engine.kernels import attention as attention_kernels
 from strata_cli.engine.kernels import gdn as gdn_kernels
 from strata_cli.engine.kernels import hyper, indexer, moe, ngram, rope
-from strata_cli.engine.kernels.combine_write import can_combine_write, combine_write_norm
+from strata_cli.engine.kernels.combine_write import (
+    can_write_few,
+    combine_write_norm,
+    write_norm_few,
+)
 from strata_cli.engine.kernels.embed import embed_streams
 from strata_cli.engine.kernels.inject import can_mix_inject, inject_parts, stream_mix_inject
 from strata_cli.engine.kernels.mailbox import post_pairs, take_rows
@@ -251,6 +255,9 @@ class Forward:
             return
         normed = self.workspace.take("normed", x.shape[0])
         rounded, eps = self._room_for_rounded(normed), self.spec.rms_eps
+        if can_write_few(self.stream, x, inject, norm):
+            write_norm_few(self.stream, x, out, inject, norm, eps, normed)
+            return
         hyper.stream_write_norm(self.stream, x, out, inject, norm, eps, normed, rounded)
 
     def _room_for_rounded(self, x: Tensor) -> Tensor | None:
@@ -453,7 +460,7 @@ class Forward:
     ) -> None:
         """Enqueue the sum of a layer's experts, and its write to the streams."""
         num, stream = x.shape[0], self.stream
-        if norm is not None and can_combine_write(stream, x, norm):
+        if norm is not None and can_write_few(stream, x, inject, norm):
             normed, eps = self.workspace.take("normed", num), self.spec.rms_eps
             combine_write_norm(stream, combined, x, inject, norm, eps, normed)
             return

@@ -6,40 +6,12 @@
 #include "mix.cuh"
 #include "overlap.cuh"
 #include "pairs.cuh"
-#include "special.cuh"
+#include "streams.cuh"
 
 // The row of f16 that starts at element first, if any is wanted. An odd start: rounded is no
 // multiple of a word, so that only put1 may write there.
 __device__ inline unsigned *rounded_row(unsigned short *rounded, bool wanted, long long first) {
     return wanted ? reinterpret_cast<unsigned *>(rounded + first) : nullptr;
-}
-
-constexpr int NORM_THREADS = 256;  // of a block that norms a row: the order of sums hangs on it
-
-constexpr int MOST_QUADS = 3;  // of a row of at most 4 * NORM_THREADS * MOST_QUADS elements
-
-// Sum over the block of one value of each thread: lanes 16 -> 8 -> ... -> 1, then warps in turn.
-__device__ inline float sum_of_block(float own) {
-    __shared__ float of_warps[NORM_THREADS / 32];
-    own = fold16(own + __shfl_xor_sync(ALL_LANES, own, 16));
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = own;
-    __syncthreads();
-    float total = of_warps[0];
-#pragma unroll
-    for (int warp = 1; warp < NORM_THREADS / 32; warp++) total += of_warps[warp];
-    return total;
-}
-
-__device__ inline float add_squares(float4 v, float total) {
-    total = fmaf(v.x, v.x, total);
-    total = fmaf(v.y, v.y, total);
-    total = fmaf(v.z, v.z, total);
-    return fmaf(v.w, v.w, total);
-}
-
-__device__ inline float4 scaled(float4 v, float factor, float4 w) {
-    return make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z,
-                       v.w * factor * w.w);
 }
 
 // Every NORM_THREADS-th four elements of a row are a thread's, as its i-th.
@@ -155,25 +127,6 @@ extern "C" __global__ void stream_mix(const float *gate, const float *normed, fl
     mix_columns(gate, normed, out, half, first, num_streams, size, is_wide(size, rounded));
 }
 
-// Where the inject of the streams comes from: of each token and stream, the sum of parts
-// [parts,T,S] in order, divided by a power of two; one part that is divided by one is the inject
-// itself.
-struct Inject {
-    const float *values;
-    long long parts, divisor, num_streams, num_tokens;
-
-    __device__ float of(long long token, long long s) const {
-        float total = 0.0f;
-#pragma unroll 8
-        for (long long part = 0; part < parts; part++)
-            total += values[(part * num_tokens + token) * num_streams + s];
-        return total / static_cast<float>(divisor);
-    }
-    __device__ float weight(long long token, long long s) const {
-        return 2.0f * sigmoid_fast(of(token, s) / static_cast<float>(num_streams));
-    }
-};
-
 // stream_write: x[s] += 2 sigmoid(inject[s] / S) * out, in place
 //   x [T,S,D] f32, out [T,D] f32, inject as Inject
 //   grid (T, D / (4 * block)), each thread 4 columns; moves (8 * S + 4) * T*D bytes
@@ -243,32 +196,4 @@ extern "C" __global__ void stream_write_norm(float *x, const float *out, const f
         x[d] = row[d] = fmaf(factor, out[d], x[d]);
     __syncthreads();
     norm_row(row, weight, eps, normed, half, size, wide);
-}
-
-// combine_write_norm: combine of moe.cu, then stream_write_norm of what it gives, for few tokens
-//   expert_out [P,D], pair_of [T,k] i32, weights [T,k], shared_out [T,D], shared_logit [T] f32; x
-//   and the others as stream_write_norm's; D at most 12 * NORM_THREADS, all rows multiples of 16
-//   bytes grid (T*S), block NORM_THREADS; each stream of a token combines again: a launch takes
-//   longer
-extern "C" __global__ void combine_write_norm(const float *expert_out, const int *pair_of,
-                                              const float *weights, const float *shared_out,
-                                              const float *shared_logit, float *x,
-                                              const float *injects, const float *weight, float eps,
-                                              float *normed, long long top_k, long long num_streams,
-                                              long long size, long long parts, long long divisor) {
-    start_early();
-    const Inject inject = {injects, parts, divisor, num_streams, gridDim.x / num_streams};
-    const long long token = blockIdx.x / num_streams, s = blockIdx.x % num_streams;
-    x += blockIdx.x * size;
-    Quads quads;
-    quads.load(x, weight + s * size, size);
-    const float gate = sigmoid_fast(shared_logit[token]);
-    float4 added[MOST_QUADS];
-#pragma unroll
-    for (int i = 0; i < MOST_QUADS; i++)
-        if (quad(i) < size)
-            added[i] = combined(expert_out, pair_of + token * top_k, weights + token * top_k, top_k,
-                                shared_out + token * size, gate, size, quad(i));
-    quads.write(x, added, inject.weight(token, s), size);
-    quads.norm(eps, normed + blockIdx.x * size, nullptr, size);
 }
