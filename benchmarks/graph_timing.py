@@ -187,6 +187,7 @@ class Collector:
     def __init__(self, shared_bytes: int, num_multiprocessors: int = 132) -> None:
         self.shared_bytes = shared_bytes
         self.num_multiprocessors = num_multiprocessors
+        self.capability = (9, 0)
         self.kernels: dict[Kernel, None] = {}
 
     def launch(self, kernel: Kernel, _launch: Launch, *_: KernelArgument) -> None:

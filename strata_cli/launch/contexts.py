@@ -100,6 +100,7 @@ def _described(gpu: GpuFacts, free_bytes: int) -> DescribedGpu:
         total_bytes=gpu.total_bytes,
         shared_bytes=gpu.shared_bytes,
         num_multiprocessors=gpu.num_multiprocessors,
+        capability=gpu.capability,
     )
 
 

@@ -25,6 +25,7 @@ def described(free_bytes: int) -> DescribedGpu:
         total_bytes=1 << 30,
         shared_bytes=101_376,
         num_multiprocessors=46,
+        capability=(8, 9),
     )
 
 

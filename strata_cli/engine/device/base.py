@@ -251,6 +251,11 @@ class Stream(Protocol):
         """How many the GPU has; 0 on a device without thread blocks."""
         ...
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability, (major, minor); (0, 0) on a device without thread blocks."""
+        ...
+
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None: ...
     def copy(self, dst: Tensor, src: Tensor) -> None:
         """Enqueues a copy of src's bytes over dst, in any direction between homes.

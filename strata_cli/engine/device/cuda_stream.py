@@ -62,6 +62,10 @@ class CudaStream:
         return self._context.gpu.num_multiprocessors
 
     @property
+    def capability(self) -> tuple[int, int]:
+        return self._context.gpu.capability
+
+    @property
     def is_closed(self) -> bool:
         return self._handle is None
 

@@ -260,6 +260,10 @@ class HostStream:
     def num_multiprocessors(self) -> int:
         return 0
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        return (0, 0)
+
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         items = launch.items
         values, arrays = body_arguments(kernel, args)

@@ -47,6 +47,8 @@ class StreamFacts(Protocol):
     def shared_bytes(self) -> int: ...
     @property
     def num_multiprocessors(self) -> int: ...
+    @property
+    def capability(self) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ class DescribedGpu:
         free_bytes, total_bytes: of its memory; free for this use.
         shared_bytes: most dynamic shared memory of a thread block.
         num_multiprocessors: how many it has.
+        capability: compute capability.
     """
 
     name: str
@@ -65,6 +68,7 @@ class DescribedGpu:
     total_bytes: int
     shared_bytes: int
     num_multiprocessors: int
+    capability: tuple[int, int]
 
     @property
     def has_async_copy(self) -> bool:
@@ -217,6 +221,10 @@ class PaperStream:
     @property
     def num_multiprocessors(self) -> int:
         return self._like.num_multiprocessors
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return self._like.capability
 
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         if launch.items:

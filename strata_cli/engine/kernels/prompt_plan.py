@@ -52,10 +52,12 @@ class Gpu(NamedTuple):
     Attributes:
         shared_bytes: most dynamic shared memory of a block.
         num_multiprocessors: how many there are.
+        capability: compute capability.
     """
 
     shared_bytes: int
     num_multiprocessors: int
+    capability: tuple[int, int] = (0, 0)
 
 
 class Shape(NamedTuple):
@@ -90,7 +92,8 @@ def is_long(matrix: Matrix) -> bool:
     return max(4 * matrix.lane, BLOCK[matrix.qtype].weights) == 256
 
 
-def _book_bytes(qtype: QuantType) -> int:
+def book_bytes(qtype: QuantType) -> int:
+    """Of the type's code book in shared memory, as these functions keep it."""
     return WIDE_BOOK_BYTES if qtype in WIDE_BOOKS else 4 * len(code_book(qtype))
 
 
@@ -100,7 +103,7 @@ def prompt_shared_bytes(matrix: Matrix, shape: Shape, experts: int = 0) -> int:
     chunks = blocks(raw_bytes + 16 - math.gcd(matrix.align, raw_bytes), 16) | 1
     slot = shape.rows * 16 * chunks + SLOT_PADDING + (shape.tokens + shape.rows) * STAGE_BYTES
     known = RING_TILES * (TILE_BYTES + 4 * shape.tokens) + 64  # read, not used, beyond the last
-    rest = _book_bytes(matrix.qtype) + (6 * (experts + 1) if experts else 0)
+    rest = book_bytes(matrix.qtype) + (6 * (experts + 1) if experts else 0)
     return SLOTS * slot + known + rest
 
 

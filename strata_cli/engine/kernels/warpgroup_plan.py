@@ -1,0 +1,98 @@
+"""How a GPU of compute capability 9.0 runs the many-row products by its warpgroups.
+
+Nothing here decides bits. The layout of shared memory is stated in matmul_warpgroup.cu.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from strata_cli.engine.kernels.products import Matrix, Plan, slice_cols, unit_of
+from strata_cli.engine.kernels.prompt_plan import Gpu, book_bytes, is_long
+from strata_cli.engine.kernels.shapes import blocks
+from strata_cli.errors import DeviceError
+
+CAPABILITY = (9, 0)  # wgmma belongs to exactly this one
+TILE_ROWS = 128
+TILE_TOKENS = 128
+THREADS = 384
+X_SLOT_BYTES = 2 * TILE_TOKENS * 128
+SLOT_PADDING = 16
+GATE_BYTES = 8
+SCRATCH_BYTES = 4 * THREADS // 32
+
+
+class Slots(NamedTuple):
+    """Stages in shared memory: of activations, 128 k each, and of raw rows, 128 or 256."""
+
+    x: int
+    raw: int
+
+
+# In order of preference: the first that fits.
+LONG_STAGES = tuple(Slots(*n) for n in ((4, 3), (4, 2), (3, 2), (2, 2)))
+SHORT_STAGES = tuple(Slots(*n) for n in ((4, 4), (4, 3), (3, 3), (2, 2)))
+
+
+def warpgroup_shared_bytes(matrix: Matrix, slots: Slots, experts: int = 0) -> int:
+    """Activations, raw rows, gates, code book and which tiles are which expert's."""
+    raw_bytes = matrix.bytes_of(256 if is_long(matrix) else 128)
+    chunks = blocks(raw_bytes + 16 - math.gcd(matrix.align, raw_bytes), 16) | 1
+    raw = slots.raw * (TILE_ROWS * 16 * chunks + SLOT_PADDING)
+    gates = 2 * GATE_BYTES * sum(slots)
+    known = SCRATCH_BYTES + 6 * (experts + 1) if experts else 0
+    return slots.x * X_SLOT_BYTES + raw + gates + book_bytes(matrix.qtype) + known
+
+
+def _slots(matrix: Matrix, gpu: Gpu, experts: int) -> Slots | None:
+    for slots in LONG_STAGES if is_long(matrix) else SHORT_STAGES:
+        if warpgroup_shared_bytes(matrix, slots, experts) <= gpu.shared_bytes:
+            return slots
+    return None
+
+
+@lru_cache(maxsize=4096)
+def has_warpgroup_plan(matrix: Matrix, gpu: Gpu, experts: int = 0) -> bool:
+    """Whether the GPU has such products, and room for them."""
+    return gpu.capability == CAPABILITY and _slots(matrix, gpu, experts) is not None
+
+
+def _plan(name: str, matrix: Matrix, tiles: int, gpu: Gpu, experts: int = 0) -> Plan:
+    slots = _slots(matrix, gpu, experts)
+    if slots is None:
+        raise DeviceError(
+            f"{matrix.qtype.name} product with {matrix.cols} columns does not fit a block's "
+            f"{gpu.shared_bytes} bytes of shared memory"
+        )
+    return Plan(
+        unit=unit_of("matmul_warpgroup.cu", name, matrix.qtype, matrix.lane, matrix.align, *slots),
+        grid=(min(tiles, max(1, gpu.num_multiprocessors)), 1, 1),
+        block=(THREADS, 1, 1),
+        shared_bytes=warpgroup_shared_bytes(matrix, slots, experts),
+        extents=(*((experts,) if experts else ()), slice_cols(matrix.qtype, matrix.cols)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def warpgroup_plan(matrix: Matrix, tokens: int, gpu: Gpu) -> Plan:
+    """The many-row function for one matrix and so many tokens.
+
+    Raises:
+        DeviceError: it does not fit.
+    """
+    tiles = blocks(matrix.rows, TILE_ROWS) * blocks(tokens, TILE_TOKENS)
+    return _plan("matmul_warpgroup", matrix, tiles, gpu)
+
+
+@lru_cache(maxsize=4096)
+def grouped_warpgroup_plan(matrix: Matrix, pairs: int, experts: int, gpu: Gpu) -> Plan:
+    """The many-row function over the pairs of all experts.
+
+    Raises:
+        DeviceError: it does not fit.
+    """
+    most_tiles = pairs // TILE_TOKENS + min(pairs, experts)
+    tiles = most_tiles * blocks(matrix.rows, TILE_ROWS)
+    return _plan("grouped_warpgroup", matrix, tiles, gpu, experts)
