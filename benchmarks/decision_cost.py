@@ -7,9 +7,9 @@ A state of about N tokens and a question of K options, 26 at most, each of so ma
 the state once and K orders of the options behind it. Taken in turns with one fresh read of one
 order; the ratio is the median of the ratios of neighbours, and beside it stands that of the tokens
 read. The first decision about a question also reads its K orders behind three states without
-content; it is told by itself. The embedded model's context is raised beyond what it was trained for where the
-state needs it: what is timed does not depend on what the weights know. Before anything is timed,
-the decision is compared with one that reads everything anew, bit by bit.
+content; it is told by itself. The embedded model's context is raised beyond what it was trained
+for where the state needs it: what is timed does not depend on what the weights know. Before
+anything is timed, the decision is compared with one that reads everything anew, bit by bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from strata_cli.decisions import questions
-from strata_cli.decisions.decider import Decider, DecisionRules
+from strata_cli.decisions.decider import Decider
+from strata_cli.decisions.rules import DecisionRules
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.models import DEMO_MODEL_PATH
 

@@ -24,10 +24,11 @@ from strata_cli.commands.streams import require_stdout
 from strata_cli.commands.whole_file import save_whole
 from strata_cli.decisions.bulk_input import InputLine, count_lines, parse_line, read_lines
 from strata_cli.decisions.calibration import Calibration, calibration_as_json
-from strata_cli.decisions.decider import Decider, DecisionRules, Prior
+from strata_cli.decisions.decider import Decider
 from strata_cli.decisions.fitting import Sample, check_enough, fit, sample
 from strata_cli.decisions.labelled import right_answers
 from strata_cli.decisions.questions import Question, check_distinct
+from strata_cli.decisions.rules import DecisionRules, Prior
 from strata_cli.engine.model.fingerprint import model_hash
 from strata_cli.errors import ConfigError, InputError, path_text
 from strata_cli.models import DEMO_MODEL_PATH

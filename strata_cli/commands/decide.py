@@ -28,8 +28,9 @@ from strata_cli.commands.prompt_flags import utf8_text
 from strata_cli.commands.question_flags import QuestionFlags, expected_option, question_options
 from strata_cli.commands.streams import require_stdout
 from strata_cli.config import StrataConfig
-from strata_cli.decisions.decider import Decider, Level, Prior
+from strata_cli.decisions.decider import Decider
 from strata_cli.decisions.questions import check_distinct
+from strata_cli.decisions.rules import Level, Prior
 from strata_cli.engine.model.fingerprint import model_hash
 from strata_cli.errors import ConfigError, InputError
 from strata_cli.models import DEMO_MODEL_PATH

@@ -25,9 +25,10 @@ from strata_cli.config import StrataConfig
 from strata_cli.decisions.bulk import BulkCounts, BulkJob, Row, answer_lines, run_bulk
 from strata_cli.decisions.bulk_input import InputLine, count_lines, read_lines
 from strata_cli.decisions.bulk_output import BulkOutput
-from strata_cli.decisions.decider import Decider, DecisionRules
+from strata_cli.decisions.decider import Decider
 from strata_cli.decisions.questions import Question
 from strata_cli.decisions.ray_job import RayJob, answer_on_ray, import_ray
+from strata_cli.decisions.rules import DecisionRules
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.options import engine_options
 from strata_cli.errors import ConfigError, InputError, path_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from strata_cli.decisions.decider import Decision, DecisionSet
+from strata_cli.decisions.answers import Decision, DecisionSet
 from strata_cli.engine.engine import Engine
 
 SCHEMA_VERSION = 1

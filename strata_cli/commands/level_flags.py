@@ -8,7 +8,7 @@ from pathlib import Path
 from strata_cli.commands.prompt import input_bytes
 from strata_cli.config import StrataConfig
 from strata_cli.decisions.calibration import Calibration, parse_calibration
-from strata_cli.decisions.decider import DecisionRules, Level, Prior
+from strata_cli.decisions.rules import DecisionRules, Level, Prior
 from strata_cli.engine.model.fingerprint import model_hash
 from strata_cli.errors import ConfigError
 from strata_cli.models import DEMO_MODEL_PATH

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
+from strata_cli.decisions.answers import DecisionSet
 from strata_cli.decisions.bulk_input import Entry, InputLine, parse_line
 from strata_cli.decisions.bulk_output import BulkOutput, row_beginning
-from strata_cli.decisions.decider import DecisionRules, DecisionSet
 from strata_cli.decisions.questions import Question
+from strata_cli.decisions.rules import DecisionRules
 from strata_cli.errors import InputError
 
 

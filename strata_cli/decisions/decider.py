@@ -6,14 +6,11 @@ what keeps an answer free of everything but state, question, model and build.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Self
 
 import anyjev
-import numpy as np
 from anyjev.readout import (
     LabelTokenError,
     build_prompt,
@@ -21,158 +18,21 @@ from anyjev.readout import (
     resolve_labels,
 )
 
-from strata_cli.decisions.by_text import TextAnswer, TextReader
-from strata_cli.decisions.calibration import Calibration
-from strata_cli.decisions.measures import cooled
+from strata_cli.decisions.answers import (
+    Decision,
+    DecisionSet,
+    cooled_answer,
+    label_answer,
+    text_answer,
+)
+from strata_cli.decisions.by_text import TextReader
 from strata_cli.decisions.questions import Question, check_distinct
 from strata_cli.decisions.reads import Backend, TokenCounts
+from strata_cli.decisions.rules import DEFAULT_RULES, DecisionRules, Level
 from strata_cli.errors import InputError
 
 if TYPE_CHECKING:
     from strata_cli.engine.engine import Engine
-
-Level: TypeAlias = Literal["raw", "L0", "L1"]
-Prior: TypeAlias = Literal["content_free", "none", "batch"]
-
-LEAST_MASS = 0.1
-"""Options that hold less of the probability are warned of."""
-
-DIAGNOSTICS = (
-    "answer_mass",
-    "permutations",
-    "prior_method",
-    "prior_strength",
-    "order_flip_raw",
-    "order_flip_l0",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionRules:
-    """How answers are read.
-
-    Attributes:
-        level: "raw" reads one prompt, options as listed; "L0" reads every rotation of the sorted
-            options and divides the labels' prior out; "L1" then applies a fitted temperature.
-        prior: where that prior comes from: states without content, nowhere, or the states decided
-            on so far ("batch"), which makes answers depend on traffic.
-        reuse: read once what prompts have in common; changes no value.
-        calibration: for L1, already checked for this model and prior.
-    """
-
-    level: Level = "L0"
-    prior: Prior = "content_free"
-    reuse: bool = True
-    calibration: Calibration | None = None
-
-    @property
-    def temperatures(self) -> dict[str, float]:
-        """By which answers are cooled, by Question.key; none but at L1."""
-        if self.level != "L1":
-            return {}
-        assert self.calibration is not None
-        return dict(sorted(self.calibration.temperatures.items()))
-
-    @property
-    def depends_on_traffic(self) -> bool:
-        """Whether states decided on earlier move an answer."""
-        return self.level != "raw" and self.prior == "batch"
-
-
-DEFAULT_RULES = DecisionRules()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """One question's answer.
-
-    Attributes:
-        question: as it was asked.
-        level: that was reached.
-        answer: an option; yes or no as a bool; or the expected level or value.
-        top: the likeliest option; of equal ones the first, in sorted order where level is L0.
-        probabilities: of every option, in the caller's order; they sum to 1.
-        diagnostics: how the answer came about, JSON values only (docs/decide-json.md).
-    """
-
-    question: Question
-    level: Level
-    answer: str | bool | float
-    top: str
-    probabilities: dict[str, float]
-    diagnostics: dict[str, Any]
-
-    @property
-    def confidence(self) -> float:
-        """Probability of the likeliest option."""
-        return self.probabilities[self.top]
-
-    @property
-    def warnings(self) -> list[str]:
-        """What makes this answer worth less than it looks; mostly nothing."""
-        found = []
-        mass = self.diagnostics["answer_mass"]
-        if mass < LEAST_MASS:
-            found.append(
-                f"all options together hold {mass:.3g} of the probability: the model would rather "
-                "answer something else"
-            )
-        tokens = set(self.diagnostics.get("option_tokens", {}).values())
-        if len(tokens) > 1:
-            found.append(
-                f"options have {min(tokens)} to {max(tokens)} tokens: sums of log-probabilities "
-                "favour short ones"
-            )
-        return found
-
-    def as_dict(self) -> dict[str, Any]:
-        """AnyJev's dictionary of a decision, and its diagnostics."""
-        result: dict[str, Any] = {
-            "kind": self.question.kind,
-            "level": self.level,
-            "answer": self.answer,
-            "confidence": self.confidence,
-        }
-        if self.question.kind == "noul":
-            result["probability"] = self.probabilities["Yes"]
-        else:
-            if self.question.kind == "score":
-                result["value"] = self.answer
-            result["distribution"] = self.probabilities
-        return {**result, "diagnostics": self.diagnostics}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionSet:
-    """The answers about one state, in the order asked.
-
-    Attributes:
-        rules: by which they were read.
-        decisions: one for each question.
-        tokens: of all prompts, those that estimate the prior included.
-        seconds: wall time of all reads.
-    """
-
-    rules: DecisionRules
-    decisions: tuple[Decision, ...]
-    tokens: TokenCounts
-    seconds: float
-
-    @property
-    def warnings(self) -> list[str]:
-        """What makes answers worth less than they look, each after its question's id."""
-        return [f"{item.question.id}: {one}" for item in self.decisions for one in item.warnings]
-
-    def abstained(self, threshold: float) -> list[str]:
-        """Ids of the questions whose likeliest option has less."""
-        return [item.question.id for item in self.decisions if item.confidence < threshold]
-
-    def as_dict(self) -> dict[str, Any]:
-        """AnyJev's dictionary of a set of decisions."""
-        return {
-            "level": self.rules.level,
-            "questions": {item.question.id: item.as_dict() for item in self.decisions},
-        }
 
 
 class Decider:
@@ -253,7 +113,7 @@ class Decider:
         nothing = TokenCounts(0, 0)
         return [
             self._set(
-                [_decision(question, one)],
+                [label_answer(question, one)],
                 nothing if number else tokens,
                 0.0 if number else seconds,
             )
@@ -277,7 +137,7 @@ class Decider:
         (another,) = self._first_prompts(_another(state), questions[:1], specs[:1])
         self._backend.expect(self._first_prompts(state, questions, specs), another)
         found = self._decider.decide(state, specs)
-        return [_decision(*pair) for pair in zip(questions, found, strict=True)]
+        return [label_answer(*pair) for pair in zip(questions, found, strict=True)]
 
     def _by_their_text(self, state: str, questions: Sequence[Question]) -> list[Decision]:
         if not questions:
@@ -285,7 +145,7 @@ class Decider:
         prompts = [self._by_text.prompt(state, question) for question in questions]
         self._backend.expect(prompts, self._by_text.prompt(_another(state), questions[0]))
         level: Level = "raw" if self.rules.level == "raw" else "L0"
-        return [_told(one, level, self._by_text.answer(state, one)) for one in questions]
+        return [text_answer(one, level, self._by_text.answer(state, one)) for one in questions]
 
     def check(self, questions: Sequence[Question]) -> None:
         """Refuse questions that this model cannot answer by these rules, whatever the state.
@@ -309,7 +169,7 @@ class Decider:
 
     def _set(self, decisions: list[Decision], tokens: TokenCounts, seconds: float) -> DecisionSet:
         if self.rules.calibration is not None and self.rules.level == "L1":
-            decisions = [_cooled(item, self.rules.calibration) for item in decisions]
+            decisions = [cooled_answer(item, self.rules.calibration) for item in decisions]
         return DecisionSet(
             rules=self.rules, decisions=tuple(decisions), tokens=tokens, seconds=seconds
         )
@@ -367,58 +227,3 @@ def _check_state(state: str) -> None:
 def _another(state: str) -> str:
     """A state of which no more than the words in front of it are shared."""
     return "N/A" if state.startswith("(empty)") else "(empty)"
-
-
-def _decision(question: Question, found: anyjev.Decision) -> Decision:
-    raw = dict(zip(found.question.options, found.diagnostics["raw_probs"], strict=True))
-    known = {key: found.diagnostics[key] for key in DIAGNOSTICS if key in found.diagnostics}
-    return Decision(
-        question=question,
-        level=found.level,
-        answer=found.answer,
-        top=found.argmax,
-        probabilities=_in_order(question, found.distribution),
-        diagnostics={"readout": "label", "raw_probs": _in_order(question, raw), **known},
-    )
-
-
-def _told(question: Question, level: Level, found: TextAnswer) -> Decision:
-    probabilities = dict(zip(found.options, map(float, found.probabilities), strict=True))
-    top = found.options[int(np.argmax(found.probabilities))]
-    raw, tokens = found.diagnostics["raw_probs"], found.diagnostics["option_tokens"]
-    return Decision(
-        question=question,
-        level=level,
-        answer=top,
-        top=top,
-        probabilities=_in_order(question, probabilities),
-        diagnostics={
-            **found.diagnostics,
-            "raw_probs": _in_order(question, raw),
-            "option_tokens": {option: tokens[option] for option in question.options},
-        },
-    )
-
-
-def _cooled(decision: Decision, calibration: Calibration) -> Decision:
-    """A decision of L0 at its temperature: the same order of options, other confidences."""
-    question, temperature = decision.question, calibration.temperature(decision.question)
-    values = np.array(list(decision.probabilities.values()))
-    probabilities = dict(
-        zip(question.options, map(float, cooled(values, temperature)), strict=True)
-    )
-    answer = decision.answer
-    if question.kind == "score":
-        centers = question.spec.bin_centers()
-        answer = math.fsum(p * c for p, c in zip(probabilities.values(), centers, strict=True))
-    return replace(
-        decision,
-        level="L1",
-        answer=answer,
-        probabilities=probabilities,
-        diagnostics={**decision.diagnostics, "temperature": temperature},
-    )
-
-
-def _in_order(question: Question, values: dict[str, float | np.float64]) -> dict[str, float]:
-    return {option: float(values[option]) for option in question.options}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from strata_cli.decisions.decider import Decision
+from strata_cli.decisions.answers import Decision
 from strata_cli.decisions.measures import (
     LEAST_TEMPERATURE,
     MOST_TEMPERATURE,

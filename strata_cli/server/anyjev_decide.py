@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from strata_cli.decisions.decider import Decision
+from strata_cli.decisions.answers import Decision
 from strata_cli.decisions.questions import MOST_LETTERS, Question, yes_no
 from strata_cli.decisions.states import state_text
 from strata_cli.errors import InputError

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from strata_cli.decisions.decider import DEFAULT_RULES, Decider, Decision, DecisionRules
+from strata_cli.decisions.answers import Decision
+from strata_cli.decisions.decider import Decider
 from strata_cli.decisions.questions import Question
+from strata_cli.decisions.rules import DEFAULT_RULES, DecisionRules
 from strata_cli.errors import Cancelled, InputError
 from strata_cli.server.decision_backend import DecisionBackend
 from strata_cli.server.engine_process import EngineProcess

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
-from strata_cli.decisions.decider import Decision
+from strata_cli.decisions.answers import Decision
 from strata_cli.decisions.questions import MOST_LETTERS, Question, choice, levels
 from strata_cli.decisions.states import line_text, shown_names
 from strata_cli.errors import InputError, StrataError

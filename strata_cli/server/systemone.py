@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from strata_cli.decisions.decider import Decision
+from strata_cli.decisions.answers import Decision
 from strata_cli.decisions.questions import MOST_LEVELS, MOST_OPTIONS, Question, yes_no
 from strata_cli.decisions.states import state_text
 from strata_cli.server.body import read_body

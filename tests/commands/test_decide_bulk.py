@@ -14,9 +14,9 @@ import pytest
 from strata_cli.commands.main import run, strata
 from strata_cli.decisions.bulk import BulkJob
 from strata_cli.decisions.bulk_input import read_lines
-from strata_cli.decisions.decider import DecisionRules
 from strata_cli.decisions.questions import choice
 from strata_cli.decisions.ray_job import Chunk, RayJob, Worker, chunks_of
+from strata_cli.decisions.rules import DecisionRules
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.models import DEMO_MODEL_PATH
 

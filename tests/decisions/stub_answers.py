@@ -12,12 +12,13 @@ import os
 import sys
 from pathlib import Path
 
+from strata_cli.decisions.answers import Decision, DecisionSet
 from strata_cli.decisions.bulk import BulkCounts, BulkJob, answer_lines, run_bulk
 from strata_cli.decisions.bulk_input import read_lines
 from strata_cli.decisions.bulk_output import BulkOutput
-from strata_cli.decisions.decider import DEFAULT_RULES, Decision, DecisionSet
 from strata_cli.decisions.questions import Question, choice
 from strata_cli.decisions.reads import TokenCounts
+from strata_cli.decisions.rules import DEFAULT_RULES
 from strata_cli.errors import InputError
 
 QUESTION = choice("Which?", ["a", "b"], "which")

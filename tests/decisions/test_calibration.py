@@ -12,7 +12,7 @@ import pytest
 
 from strata_cli.decisions import questions
 from strata_cli.decisions.calibration import Calibration, calibration_as_json, parse_calibration
-from strata_cli.decisions.decider import Decider, DecisionRules
+from strata_cli.decisions.decider import Decider
 from strata_cli.decisions.fitting import Sample, fit
 from strata_cli.decisions.labelled import option_index, right_answers
 from strata_cli.decisions.measures import (
@@ -24,6 +24,7 @@ from strata_cli.decisions.measures import (
     risk_threshold,
     select,
 )
+from strata_cli.decisions.rules import DecisionRules
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.model.fingerprint import model_hash
 from strata_cli.errors import InputError

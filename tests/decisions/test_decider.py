@@ -11,7 +11,8 @@ import pytest
 
 from strata_cli.decisions import questions
 from strata_cli.decisions.backend import EngineBackend
-from strata_cli.decisions.decider import DEFAULT_RULES, Decider, DecisionRules, Level
+from strata_cli.decisions.decider import Decider
+from strata_cli.decisions.rules import DEFAULT_RULES, DecisionRules, Level
 from strata_cli.engine.engine import Engine
 from strata_cli.errors import InputError
 from tests.decisions.asking import OPTIONS, QUESTION, STATE, open_tiny

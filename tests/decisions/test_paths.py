@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from strata_cli.decisions import questions
 from strata_cli.decisions.backend import EngineBackend
-from strata_cli.decisions.decider import Decider, DecisionRules
+from strata_cli.decisions.decider import Decider
 from strata_cli.decisions.path_reads import score_paths
 from strata_cli.decisions.paths import END, TokenPath, branches_of, branching, ended
+from strata_cli.decisions.rules import DecisionRules
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.kernels.head import log_softmax_row
 from strata_cli.errors import InputError

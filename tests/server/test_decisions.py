@@ -20,7 +20,8 @@ from anyjev.tacit import ServerEngine, Tacit
 
 from strata_cli.commands.main import run, strata
 from strata_cli.decisions import questions
-from strata_cli.decisions.decider import Decider, DecisionRules
+from strata_cli.decisions.decider import Decider
+from strata_cli.decisions.rules import DecisionRules
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.models import DEMO_MODEL_PATH
 from tests.server.running import Running, serving
