@@ -247,37 +247,37 @@ struct Column {
     }
 };
 
-// A part's or a unit's column, and the number of the unit that it belongs to.
+// The column of a part, or of a unit, and its number.
 struct Piece {
     Column column;
-    int unit;
+    int number;
 };
 
-// Join count pieces, get(0), get(1), ..., of ascending units: those of a unit first, units then.
-// The next ones are on their way meanwhile.
-template <class F>
+// Join count pieces, get(0), get(1), ..., of ascending numbers: of each PER_UNIT of them first,
+// then these. AT_ONCE pieces are on their way while others are joined; nothing that get loads may
+// be used before that.
+template <int PER_UNIT, int AT_ONCE, class F>
 __device__ inline Column join_all(int count, F get) {
-    constexpr int AT_ONCE = 8;
     Column whole = Column::none(), unit = Column::none();
     int current = 0;
     Piece pieces[2][AT_ONCE];
     const auto load = [&](Piece(&to)[AT_ONCE], int start) {
+        if (start >= count) return;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            if (start + i >= count) break;
-            to[i] = get(start + i);
-        }
+        for (int i = 0; i < AT_ONCE; i++) to[i] = get(min(start + i, count - 1));
     };
     const auto use = [&](const Piece(&from)[AT_ONCE], int start) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             if (start + i >= count) break;
-            if (from[i].unit != current) {
+            Column own = from[i].column;
+            if (own.weight == 0.0f) own.sum = 0.0f;  // nothing was seen, and nothing written
+            if (from[i].number / PER_UNIT != current) {
                 whole.join(unit);
                 unit = Column::none();
-                current = from[i].unit;
+                current = from[i].number / PER_UNIT;
             }
-            unit.join(from[i].column);
+            unit.join(own);
         }
     };
     load(pieces[0], 0);
@@ -311,10 +311,10 @@ extern "C" __global__ void join_parts(const float *, const float *gate, const un
     const PartSums from = {sums, num_tokens, most_parts, num_heads, dim};
     const int *numbers = from.numbers() + token * most_parts;
     const float *scores = from.scores();
-    const Column whole = join_all(from.counts()[token], [&](int part) -> Piece {
+    const Column whole = join_all<UNIT, 16>(from.counts()[token], [&](int part) -> Piece {
         const long long row = from.row(token, part, head);
         const Column own = {scores[2 * row], scores[2 * row + 1], sums[row * dim + column]};
-        return {own, numbers[part] / UNIT};
+        return {own, numbers[part]};
     });
     out[at * dim + column] = gated(whole, own_gate);
 }
@@ -333,11 +333,9 @@ extern "C" __global__ void join_units(const float *, const float *gate, const un
     const float own_gate = gate[(2 * at + 1) * dim + column];
     const float *scores = sums + num_tokens * num_units * num_heads * dim;
     const int count = (positions[token] + UNIT_POSITIONS) / UNIT_POSITIONS;
-    const Column whole = join_all(count, [&](int unit) -> Piece {
+    const Column whole = join_all<1, 8>(count, [&](int unit) -> Piece {
         const long long row = (token * num_units + unit) * num_heads + head;
-        Column own = {scores[2 * row], scores[2 * row + 1], sums[row * dim + column]};
-        if (own.weight == 0.0f) own.sum = 0.0f;  // nothing was seen, and nothing written
-        return {own, unit};
+        return {{scores[2 * row], scores[2 * row + 1], sums[row * dim + column]}, unit};
     });
     out[at * dim + column] = gated(whole, own_gate);
 }

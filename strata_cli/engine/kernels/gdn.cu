@@ -47,11 +47,14 @@ __global__ void causal_conv_silu(const float *u, float *history, const float *we
         }
     }
     if (blockIdx.y == 0) {
-        for (int j = 0; j < PAST; j++) {  // ascending: a row moves before it is overwritten
+        float last[PAST];  // all loaded before any is overwritten
+#pragma unroll
+        for (int j = 0; j < PAST; j++) {
             const long long t = num_tokens - PAST + j;
-            history[j * channels + channel] =
-                t < 0 ? history[(t + PAST) * channels + channel] : u[t * channels + channel];
+            last[j] = t < 0 ? history[(t + PAST) * channels + channel] : u[t * channels + channel];
         }
+#pragma unroll
+        for (int j = 0; j < PAST; j++) history[j * channels + channel] = last[j];
     }
 }
 

@@ -28,6 +28,11 @@ extern "C" __global__ void head_norm_rope(const float *src, const float *weight,
         }
     };
     load(lane16());
+    Turn turns[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+        turns[i] = lane16() + 16 * i < 2 * half ? turn_of(table, position, half, lane16() + 16 * i)
+                                                : Turn{1.0f, 0.0f};
     for (long long first = lane16(); first < dim; first += 16 * AT_ONCE) {
         if (first >= 16 * AT_ONCE) load(first);
 #pragma unroll
@@ -42,7 +47,12 @@ extern "C" __global__ void head_norm_rope(const float *src, const float *weight,
     }
     __syncwarp();
     if (own >= num_rows) return;
-#pragma unroll 16
-    for (long long i = lane16(); i < dim; i += 16)
-        out[row * dim + i] = turned(head, table, position, half, i);
+    out += row * dim;
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++) {
+        const long long i = lane16() + 16 * n;
+        if (i < dim) out[i] = i < 2 * half ? turns[n].of(head, half, i) : head[i];
+    }
+    for (long long i = lane16() + 16 * AT_ONCE; i < dim; i += 16)
+        out[i] = turned(head, table, position, half, i);
 }
