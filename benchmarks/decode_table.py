@@ -1,7 +1,8 @@
 """Where decoded tokens find their experts, how fast they come, and what the machine would allow.
 
     PYTHONPATH=. python benchmarks/decode_table.py MODEL.gguf [--device cuda:0] [--slots N,...]
-        [--tail-skip R,...] [--pcie-frac F|auto,...] [--cases NAME,...] [--steps N] [--json FILE]
+        [--ahead N] [--tail-skip R,...] [--pcie-frac F|auto,...] [--cases NAME,...] [--steps N]
+        [--json FILE]
 
 A conversation of words that keep coming back goes on token by token behind its prompt, with experts
 that stay in their slots and with ones that follow what is used. A step can be no faster than the
@@ -260,6 +261,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--vram-mib", type=int, default=0, help="of device memory, at most")
     parser.add_argument("--slots", default="auto", help="of the expert cache: auto or N,...")
+    parser.add_argument("--ahead", type=int, help="slots for what the next layer may miss")
     parser.add_argument("--tail-skip", default="0", help="ranks from which misses are left out")
     parser.add_argument("--pcie-frac", default="1", help="share of misses that the link carries")
     parser.add_argument("--profile", type=Path, help="of the experts")
@@ -283,6 +285,7 @@ def main() -> None:
                 vram_bytes=arguments.vram_mib << 20,
                 max_context=arguments.prompt + WARM_UPS + arguments.steps,
                 expert_cache=slots,
+                ahead_slots=arguments.ahead,
                 expert_profile=arguments.profile,
                 tail_skip=tail_skip,
                 link_share=share,

@@ -1,7 +1,7 @@
 """How much the host's threads help with missed experts of steps: by their number and their share.
 
     PYTHONPATH=. python benchmarks/window_pool.py MODEL.gguf [--device cuda:0] [--slots N]
-        [--threads N,...] [--pcie-frac F|auto,...] [--steps N] [--json FILE]
+        [--ahead N] [--threads N,...] [--pcie-frac F|auto,...] [--steps N] [--json FILE]
 
 One engine, whose cache keeps its experts; for each case a pool of its own and a new sequence that
 decodes the same tokens. ``expert us`` is what an expert takes all threads together, with the GPU
@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--slots", type=int, default=1, help="of the expert cache")
+    parser.add_argument("--ahead", type=int, help="slots for what the next layer may miss")
     parser.add_argument("--threads", default="", help="of the pool; two fewer than processors")
     parser.add_argument("--pcie-frac", default="auto", help="share of misses that the link carries")
     parser.add_argument("--steps", type=int, default=64)
@@ -145,6 +146,7 @@ def main() -> None:
         device=arguments.device,
         max_context=WARM_UPS + arguments.steps + 8,
         expert_cache=arguments.slots,
+        ahead_slots=arguments.ahead,
         least_slots=0,
         adapt=STATIC,
     )

@@ -83,6 +83,9 @@ class EngineOptions:
         least_slots: of those that no prompt may borrow.
         fetch_slots: of device memory for experts that a step misses: copied there whole, before
             its products read them; 0: those read over the link; None: some, on a GPU.
+        ahead_slots: for experts that the next layer of a step will probably miss, which come while
+            the link has nothing else to do, at most 16; 0 or None: nothing comes ahead of its
+            routing.
         pinned_bytes: most bytes of experts that are copied into page-locked host memory where not
             all are on the device; the others are read from the file whenever they are needed, and
             stay in the system's page cache as far as it has room. None: all are copied.
@@ -116,6 +119,7 @@ class EngineOptions:
     expert_cache: int | None = None
     least_slots: int = LEAST_SLOTS
     fetch_slots: int | None = None
+    ahead_slots: int | None = None
     pinned_bytes: int | None = None
     stager: StagerSize = DEFAULT_STAGER
     expert_profile: Path | None = None
@@ -840,6 +844,7 @@ def wishes_of(options: EngineOptions, context_tokens: int) -> Wishes:
         pinned_bytes=options.pinned_bytes,
         ring=options.streaming.ring,
         fetch_slots=options.fetch_slots,
+        ahead_slots=options.ahead_slots,
     )
     return Wishes(context_tokens, options.prefill, homes, cache, options.num_sequences)
 

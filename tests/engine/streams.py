@@ -58,6 +58,7 @@ class Way:
         pinned: experts of each layer in page-locked memory; None: all.
         cpu: share of the host's processor, as in StreamRules. On a GPU it does change bits.
         fetch: slots that steps fetch experts into; None: some on a GPU, none on the host.
+        ahead: slots for what the next layer will probably miss; None: none.
     """
 
     cache: int = 45
@@ -75,6 +76,7 @@ class Way:
     pinned: int | None = None
     cpu: float | None = 0.0
     fetch: int | None = None
+    ahead: int | None = None
 
     def open(self, path: Path, device: str, trace: Trace = NO_TRACE) -> Engine:
         rules = StreamRules(
@@ -105,6 +107,7 @@ class Way:
                 pool_threads=2,
                 pinned_bytes=pinned_bytes,
                 fetch_slots=self.fetch,
+                ahead_slots=self.ahead,
                 streaming=rules,
                 trace=trace,
             )
@@ -137,6 +140,8 @@ WAYS = {
     "all but one": Way(cache=NUM_EXPERTS * NUM_LAYERS - 1, least=0),
     "all": Way(cache=NUM_EXPERTS * NUM_LAYERS),
     "fetched": Way(fetch=12),
+    "fetched and ahead": Way(fetch=12, ahead=5),
+    "no cache, few fetched, more ahead": Way(cache=0, fetch=3, ahead=16),
     "half pinned": Way(pinned=NUM_EXPERTS // 2),
     "half pinned, inline": Way(pinned=NUM_EXPERTS // 2, stream={"has_thread": False}),
     "half pinned, long ring": Way(pinned=NUM_EXPERTS // 2, cache=79, least=0, ring=16),

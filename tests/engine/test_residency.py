@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from strata_cli.engine.decode.residency import Residency
-from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, EngineOptions, Part, Sequence
 from strata_cli.engine.experts.adapting import AdaptRules
@@ -20,6 +19,7 @@ from strata_cli.engine.experts.profile import load_profile
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.experts.resident import ExpertMatrices
 from strata_cli.engine.forward.fetching import Fetcher
+from strata_cli.engine.kernels.fetch import MOST_AHEAD
 from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.engine.trace import Event, Trace
 from strata_cli.errors import DeviceError
@@ -86,19 +86,21 @@ WAYS = {
 }
 
 
+@pytest.mark.parametrize("ahead", [0, MOST_AHEAD])
 def test_products_read_what_was_fetched(
-    path: Path, device_name: str, monkeypatch: pytest.MonkeyPatch
+    path: Path, device_name: str, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    """What spoils the slots behind a fetch spoils the step."""
-    way = Way(cache=0, fetch=TOP_K)
+    """What spoils slots behind a fetch spoils the step: its own, or those of what came ahead."""
+    way = Way(cache=0, fetch=TOP_K, ahead=ahead)
     with way.open(path, device_name) as engine, engine.sequence() as sequence:
         fetcher = engine._forward.fetcher
         assert fetcher is not None
-        fetch, slots, stream = Fetcher.fetch, fetcher._slots, engine._stream
+        fetch, foresight, stream = Fetcher.fetch, fetcher._foresight, engine._stream
+        assert (foresight is not None) == bool(ahead)
 
-        def spoiling(self: Fetcher, layer: int, expert_start: Tensor) -> ExpertMatrices:
-            matrices = fetch(self, layer, expert_start)
-            stream.fill(slots, 0)
+        def spoiling(self: Fetcher, layer: int, *args: Any, **how: Any) -> ExpertMatrices:
+            matrices = fetch(self, layer, *args, **how)
+            stream.fill(fetcher._slots if foresight is None else foresight.ahead(layer).slots, 0)
             return matrices
 
         monkeypatch.setattr(Fetcher, "fetch", spoiling)

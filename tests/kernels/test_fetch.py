@@ -7,10 +7,17 @@ import pytest
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Tensor
+from strata_cli.engine.device.transfer import upload
 from strata_cli.engine.kernels.fetch import (
+    AHEAD_WORDS,
+    BRING_AHEAD,
     FETCH_BLOBS,
     LINE_BYTES,
+    MOST_AHEAD,
     MOST_FETCHED,
+    SPAN_BYTES,
+    Ahead,
+    bring_ahead,
     fetch_blobs,
     fetch_stride,
 )
@@ -47,29 +54,51 @@ class Scene:
         self.addresses = np.where(is_cached, self.cache.address + rows, host.address + rows)
         self.stride = fetch_stride(blob_bytes)
         self.slots = lab.empty((num_slots, self.stride), np.uint8)
+        self.cached = SlotRange(self.cache.address, self.cache.address + self.cache.nbytes)
+        self.ahead = Ahead(
+            lab.put(np.zeros(AHEAD_WORDS, np.int32)), lab.empty((3, self.stride), np.uint8)
+        )
 
-    def fetch(self, pairs_of: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Fetch for so many pairs of each expert, [E]; returns the staged addresses."""
+    def bring(self, logits: NDArray[np.float32]) -> list[int]:
+        """Bring what a router of these logits [T, E] might choose; returns what should come."""
+        may_come = (self.addresses != 0) & ~self.is_cached
+        addresses, operand = self.lab.put(self.addresses), self.lab.put(logits)
+        num_bytes = self.blob_bytes
+        bring_ahead(self.lab.stream, operand, addresses, self.cached, self.ahead, num_bytes)
+        chosen = BRING_AHEAD.reference(logits, may_come, self.ahead.slots.shape[0])
+        return [int(expert) for expert in chosen]
+
+    def fetch(
+        self, pairs_of: NDArray[np.int32], come: list[int] | None = None
+    ) -> NDArray[np.int64]:
+        """Fetch for so many pairs of each expert, [E]; returns the staged addresses.
+
+        Args:
+            pairs_of: see above.
+            come: what is in the slots of what was brought ahead; None: nothing ever was.
+        """
         start = np.concatenate([[0], np.cumsum(pairs_of)]).astype(np.int32)
         staged = self.lab.empty(self.addresses.shape, np.int64)
-        cached = SlotRange(self.cache.address, self.cache.address + self.cache.nbytes)
         addresses, starts = self.lab.put(self.addresses), self.lab.put(start)
-        fetch_blobs(self.lab.stream, addresses, starts, cached, self.slots, staged, self.blob_bytes)
+        operands = (addresses, starts, self.cached, self.slots, staged, self.blob_bytes)
+        fetch_blobs(self.lab.stream, *operands, None if come is None else self.ahead)
         found: NDArray[np.int64] = self.lab.get(staged)
-        self.check(found, start)
+        self.check(found, start, come or [])
         return found
 
-    def check(self, staged: NDArray[np.int64], start: NDArray[np.int32]) -> None:
+    def check(self, staged: NDArray[np.int64], start: NDArray[np.int32], come: list[int]) -> None:
         """Every address is the old one or a slot that holds the blob, as the reference says."""
         slot_of = FETCH_BLOBS.reference(self.is_cached, start, len(self.slots_now()))
-        memory = self.slots_now().reshape(-1)
         for expert, slot in enumerate(slot_of):
             if slot < 0:
                 assert staged[expert] == self.addresses[expert]
                 continue
-            at = staged[expert] - self.slots.address
-            assert at // self.stride == slot
+            is_there = expert in come
+            slots = self.ahead.slots if is_there else self.slots
+            at = staged[expert] - slots.address
+            assert at // self.stride == (come.index(expert) if is_there else slot)
             assert at % LINE_BYTES == self.addresses[expert] % LINE_BYTES
+            memory = self.lab.get(slots).reshape(-1)
             assert (memory[at : at + self.blob_bytes] == self.blobs[expert]).all()
 
     def slots_now(self) -> NDArray[np.uint8]:
@@ -117,3 +146,64 @@ def test_slots_that_are_too_small_or_too_many_are_refused(lab: Lab) -> None:
                 lab.empty((3,), np.int64),
                 500,
             )
+
+
+@pytest.mark.parametrize("blob_bytes", [1, 4098, 70_002])
+def test_what_was_brought_ahead_is_not_fetched_again(lab: Lab, blob_bytes: int) -> None:
+    is_cached = np.array([False, True, False, False, True, False, False])
+    scene = Scene(lab, blob_bytes, is_cached, num_slots=5)
+    logits = np.array([[0.5, 9, 3, -1, 8, np.nan, -5], [0, 0, -2, 2, 0, -np.inf, -3]], np.float32)
+    come = scene.bring(logits)
+    assert come == [2, 3, 0]  # of the largest logits, but outside the cache
+    scene.fetch(np.array([2, 1, 0, 3, 0, 1, 1], np.int32), come)
+    before = scene.slots_now()
+    assert (before[[0, 1]] == GUARD).all()  # the places of 0 and 3, which had come
+
+
+def test_equal_logits_come_by_id_and_no_more_than_there_are(lab: Lab) -> None:
+    scene = Scene(lab, 500, np.array([True, False, False, True]), num_slots=2)
+    come = scene.bring(np.zeros((1, 4), np.float32))
+    assert come == [1, 2]
+    scene.fetch(np.ones(4, np.int32), come)
+
+
+def test_many_experts_are_listed(lab: Lab) -> None:
+    rng = np.random.default_rng(8)
+    scene = Scene(lab, 1_000, rng.random(1_300) < 0.5, num_slots=MOST_FETCHED)
+    come = scene.bring(rng.standard_normal((4, 1_300), np.float32))
+    pairs_of = np.zeros(1_300, np.int32)
+    pairs_of[[*come[1:], 7, 8, 9]] = 2
+    scene.fetch(pairs_of, come)
+
+
+@pytest.mark.parametrize("spans", [0, 1, 7, 8, 9, 24])
+def test_a_fetch_takes_over_where_it_ends_what_comes_ahead(lab: Lab, spans: int) -> None:
+    blob_bytes = 7 * SPAN_BYTES + 100
+    whole = 8  # spans of a blob
+    scene = Scene(lab, blob_bytes, np.zeros(5, np.bool_), num_slots=5)
+    come = [3, 0, 4]
+    if not lab.device.has_own_memory:
+        spans -= spans % whole  # only whole blobs come there
+    state = np.zeros(AHEAD_WORDS, np.int32)
+    state[:7] = [spans, spans, 0, len(come), *come]
+    upload(lab.device, lab.stream, scene.ahead.state, state)
+    slots = np.full((3, scene.stride), GUARD, np.uint8)
+    for slot, expert in enumerate(come):
+        skew = scene.addresses[expert] % LINE_BYTES
+        length = min(max(spans - slot * whole, 0) * SPAN_BYTES - skew, blob_bytes)
+        if length > 0:
+            slots[slot, skew : skew + length] = scene.blobs[expert][:length]
+    upload(lab.device, lab.stream, scene.ahead.slots, slots)
+    begun = come[: -(-spans // whole)]
+    scene.fetch(np.array([1, 1, 1, 1, 0], np.int32), begun)
+    scene.bring(np.ones((1, 5), np.float32))  # too late
+    assert (lab.get(scene.ahead.slots)[2, -200:] == slots[2, -200:]).all()
+    assert int(lab.get(scene.ahead.state)[1]) == spans
+
+
+def test_slots_for_what_comes_ahead_are_checked_too(lab: Lab) -> None:
+    scene = Scene(lab, 500, np.zeros(3, np.bool_), num_slots=2)
+    for shape in ((2, fetch_stride(500) - LINE_BYTES), (MOST_AHEAD + 1, fetch_stride(500))):
+        scene.ahead = Ahead(scene.ahead.state, lab.empty(shape, np.uint8))
+        with pytest.raises(ShapeError, match="slots of"):
+            scene.bring(np.ones((1, 3), np.float32))

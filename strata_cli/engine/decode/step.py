@@ -66,7 +66,8 @@ class Decoder:
             StateError: an earlier pass of one was interrupted halfway.
         """
         port, residency, num = self._port, self._residency, len(states)
-        batch = Batch(num, tuple(Segment(state, row, row + 1) for row, state in enumerate(states)))
+        segments = tuple(Segment(state, row, row + 1) for row, state in enumerate(states))
+        batch = Batch(num, segments, is_recorded=True)
         for state in states:  # all, before the pass of any is begun
             state.require_consistent()
         try:

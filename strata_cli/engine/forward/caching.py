@@ -19,7 +19,7 @@ from strata_cli.engine.experts.sizing import (
     slots_that_fit,
 )
 from strata_cli.engine.experts.streaming import SMALL_RING_SLOTS
-from strata_cli.engine.forward.fetching import fetch_bytes
+from strata_cli.engine.forward.fetching import NO_FETCHING, FetchSizes
 from strata_cli.engine.model.tensors import ModelFile
 
 DEFAULT_RING = RingRules()
@@ -51,6 +51,7 @@ class CacheWishes:
         ring: that prompts stream experts through.
         pinned_bytes: see StoreOptions.
         fetch_slots: for experts that steps miss; None: automatic.
+        ahead_slots: for those that the next layer will probably miss; None: none.
     """
 
     num_slots: int | None = None
@@ -59,6 +60,7 @@ class CacheWishes:
     ring: RingRules = DEFAULT_RING
     pinned_bytes: int | None = None
     fetch_slots: int | None = None
+    ahead_slots: int | None = None
 
 
 class CachePlan(NamedTuple):
@@ -71,7 +73,7 @@ class CachePlan(NamedTuple):
         ring_slots: for ring and kept experts beside the cache, where it has too few to lend, or
             where steps stream experts too; else 0.
         pinned_bytes: most bytes of experts in page-locked memory.
-        fetch_slots: that steps fetch experts into which they miss.
+        fetching: slots that steps fetch experts into which they miss.
     """
 
     shape: CacheShape
@@ -79,7 +81,7 @@ class CachePlan(NamedTuple):
     least_slots: int
     ring_slots: int
     pinned_bytes: int
-    fetch_slots: int = 0
+    fetching: FetchSizes = NO_FETCHING
 
     @property
     def ring_bytes(self) -> int:
@@ -92,7 +94,7 @@ class CachePlan(NamedTuple):
         slot_bytes, num_pairs = self.shape.slot_bytes, self.shape.num_pairs
         tables = (ADDRESS_BYTES + RANK_BYTES) * num_pairs
         cache = cache_bytes(self.num_slots, slot_bytes, num_pairs)
-        fetched = fetch_bytes(self.fetch_slots, slot_bytes, num_pairs)
+        fetched = self.fetching.nbytes(slot_bytes, num_pairs)
         return cache + self.ring_bytes + fetched + tables + 4 * GRANULE_BYTES
 
 
@@ -117,15 +119,16 @@ def plan_cache(
     whole, wanted = shape.arena_bytes, wishes.pinned_bytes
     pinned_bytes = whole if wanted is None else min(wanted, whole)
     step_slots = SMALL_RING_SLOTS if pinned_bytes < whole else 0
-    num_slots, num_fetched = wishes.num_slots, wishes.fetch_slots or 0
+    num_slots = wishes.num_slots
+    fetching = FetchSizes(wishes.fetch_slots or 0, wishes.ahead_slots or 0)
     if num_slots is None:
-        tables_bytes = CachePlan(shape, 0, 0, step_slots, 0, num_fetched).nbytes
+        tables_bytes = CachePlan(shape, 0, 0, step_slots, 0, fetching).nbytes
         num_slots = slots_that_fit(room_bytes - tables_bytes, shape.slot_bytes, shape.num_pairs)
     num_slots = min(num_slots, shape.num_pairs)
     least_slots = min(wishes.least_slots, num_slots // 2)
     if num_slots == shape.num_pairs:
-        step_slots = num_fetched = 0
-    plan = CachePlan(shape, num_slots, least_slots, step_slots, pinned_bytes, num_fetched)
+        step_slots, fetching = 0, NO_FETCHING
+    plan = CachePlan(shape, num_slots, least_slots, step_slots, pinned_bytes, fetching)
     if num_slots == shape.num_pairs or num_slots - least_slots >= LEAST_RING_SLOTS:
         return plan
     needs = RingNeeds(

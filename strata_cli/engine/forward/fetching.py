@@ -1,10 +1,16 @@
-"""Steps whose experts lie in host memory: brought to the device first, in the pass itself."""
+"""Steps whose experts lie in host memory: brought to the device first, in the pass itself.
+
+A layer's missing experts are fetched when it is routed, and then the link rests until the next one
+is. Meanwhile those come that the next layer's router would choose if it read what this layer's
+does: layers add little to the residual streams, so it is mostly right. Where it is wrong nothing is
+lost: what routing wants ends it, and goes first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -12,10 +18,43 @@ from strata_cli.engine.device.arena import TAIL_BYTES
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.experts.blobs import BlobLayout, slot_bytes
 from strata_cli.engine.experts.resident import ExpertMatrices, blob_experts
-from strata_cli.engine.kernels.fetch import MOST_FETCHED, fetch_blobs, fetch_stride
+from strata_cli.engine.kernels.fetch import (
+    AHEAD_WORDS,
+    MOST_FETCHED,
+    Ahead,
+    bring_ahead,
+    fetch_blobs,
+    fetch_stride,
+)
 from strata_cli.engine.kernels.splitting import SlotRange
 
 FETCH_TOKENS = 4  # of a pass, whose experts all find a slot
+TURNS = 2  # a layer's slots are read while the next one's are filled
+
+
+class FetchSizes(NamedTuple):
+    """Slots of a Fetcher.
+
+    Attributes:
+        num_slots: for what a layer misses, 1..MOST_FETCHED; 0: there is no Fetcher.
+        num_ahead: for what the next layer will probably miss, 0..MOST_AHEAD.
+    """
+
+    num_slots: int
+    num_ahead: int = 0
+
+    def nbytes(self, blob_bytes: int, num_pairs: int) -> int:
+        """Device memory of the Fetcher, at most, for so many (layer, expert) pairs."""
+        if not self.num_slots:
+            return 0
+        stride = fetch_stride(blob_bytes)
+        ahead = TURNS * self.num_ahead * stride + TAIL_BYTES
+        tables = 4 * (FETCH_TOKENS + AHEAD_WORDS) * num_pairs
+        room = ahead + tables if self.num_ahead else 0
+        return self.num_slots * stride + TAIL_BYTES + 8 * num_pairs + room
+
+
+NO_FETCHING = FetchSizes(0)
 
 
 def fetch_slots(num_experts_per_tok: int) -> int:
@@ -23,11 +62,58 @@ def fetch_slots(num_experts_per_tok: int) -> int:
     return min(FETCH_TOKENS * num_experts_per_tok, MOST_FETCHED)
 
 
-def fetch_bytes(num_slots: int, blob_bytes: int, num_experts: int) -> int:
-    """Device memory of a Fetcher; 0 slots: there is none."""
-    if not num_slots:
-        return 0
-    return num_slots * fetch_stride(blob_bytes) + TAIL_BYTES + 8 * num_experts
+class Foresight:
+    """Room for what may be brought before it is routed to. A context manager.
+
+    A stream of its own goes beside recorded passes. Its slots take turns, layer by layer: one's are
+    filled while the other's are read. Everything else is there for each layer.
+
+    Args:
+        device: of the passes.
+        shape: layers, and experts of each.
+        slots_shape: slots, and bytes of each.
+
+    Attributes:
+        stream: beside that of the passes.
+        states: of all layers, see Ahead.
+    """
+
+    def __init__(
+        self, device: Device, shape: tuple[int, int], slots_shape: tuple[int, int]
+    ) -> None:
+        num_slots, stride = slots_shape
+        with ExitStack() as resources:
+            self.stream = device.stream("ahead")
+            resources.callback(self.stream.close)
+            nbytes = TURNS * num_slots * stride + TAIL_BYTES
+            memory = resources.enter_context(device.allocate(nbytes))
+            self._slots = Tensor.over(memory, (TURNS, num_slots, stride), np.uint8)
+            self.states = empty(device, (shape[0], AHEAD_WORDS), np.int32)
+            resources.callback(self.states.buffer.close)
+            self._logits = empty(device, (shape[0], FETCH_TOKENS, shape[1]), np.float32)
+            resources.callback(self._logits.buffer.close)
+            self._resources = resources.pop_all()
+
+    def ahead(self, layer: int) -> Ahead:
+        """What comes for a layer."""
+        turn, own = layer % TURNS, self.states.rows(layer, layer + 1)
+        slots = self._slots.rows(turn, turn + 1)
+        return Ahead(own.reshape(AHEAD_WORDS), slots.reshape(*slots.shape[1:]))
+
+    def logits(self, layer: int, num_tokens: int) -> Tensor:
+        """What its router will probably say, [T, E]."""
+        own = self._logits.rows(layer, layer + 1)
+        return own.reshape(*own.shape[1:]).rows(0, num_tokens)
+
+    def close(self) -> None:
+        """Give the memory back, when no pass runs any more. Safe to call twice."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 class Fetcher:
@@ -41,7 +127,7 @@ class Fetcher:
         layouts: of each layer's blobs.
         addresses: where the experts are, int64 [L, E]; may change between passes.
         cached: what is in the device's memory already.
-        num_slots: 1..MOST_FETCHED.
+        sizes: slots, at least one.
     """
 
     def __init__(
@@ -51,7 +137,7 @@ class Fetcher:
         layouts: Sequence[BlobLayout],
         addresses: Tensor,
         cached: SlotRange,
-        num_slots: int,
+        sizes: FetchSizes,
     ) -> None:
         self._stream = stream
         self._layouts = layouts
@@ -59,35 +145,87 @@ class Fetcher:
         self._cached = cached
         num_experts, stride = addresses.shape[1], fetch_stride(slot_bytes(layouts))
         with ExitStack() as resources:
-            memory = resources.enter_context(device.allocate(num_slots * stride + TAIL_BYTES))
-            self._slots = Tensor.over(memory, (num_slots, stride), np.uint8)
+            memory = resources.enter_context(device.allocate(sizes.num_slots * stride + TAIL_BYTES))
+            self._slots = Tensor.over(memory, (sizes.num_slots, stride), np.uint8)
             self._staged = empty(device, (1, num_experts), np.int64)
             resources.callback(self._staged.buffer.close)
+            self._foresight: Foresight | None = None
+            if sizes.num_ahead:
+                shape = len(layouts), num_experts
+                self._foresight = resources.enter_context(
+                    Foresight(device, shape, (sizes.num_ahead, stride))
+                )
             self._resources = resources.pop_all()
         self._experts = tuple(blob_experts((layout,), self._staged)[0] for layout in layouts)
 
-    def fetch(self, layer: int, expert_start: Tensor) -> ExpertMatrices:
+    def looks_ahead(self, num_tokens: int) -> bool:
+        """Whether passes that are recorded can bring experts before they are routed to."""
+        return self._foresight is not None and num_tokens <= FETCH_TOKENS
+
+    def next_logits(self, layer: int, num_tokens: int) -> Tensor | None:
+        """Where what the next layer's router makes of this layer's input goes, float32 [T, E].
+
+        None: there is no next layer.
+        """
+        assert self._foresight is not None
+        is_last = layer + 1 == len(self._layouts)
+        return None if is_last else self._foresight.logits(layer + 1, num_tokens)
+
+    def fetch(
+        self, layer: int, expert_start: Tensor, num_tokens: int, *, looks_ahead: bool = False
+    ) -> ExpertMatrices:
         """Enqueue the fetch of a layer's missing experts.
 
         Args:
-            layer: of the pass.
+            layer: of the pass; all of them in turn where it looks ahead.
             expert_start: where each expert's pairs begin, int32 [E + 1] or longer, by id.
+            num_tokens: of the pass.
+            looks_ahead: bring what the next layer will probably miss, behind these. In a recorded
+                pass alone, for which looks_ahead() holds; next_logits() are on their way.
 
         Returns:
             The layer's experts as they are until the next fetch.
         """
+        foresight = self._foresight if looks_ahead else None
+        if foresight is None:
+            self._fetch(layer, expert_start, None)
+            return self._experts[layer]
+        if layer == 0:
+            self._stream.fill(foresight.states, 0)
+        self._fetch(layer, expert_start, foresight.ahead(layer) if layer else None)
+        if layer + 1 < len(self._layouts):
+            self._bring(layer + 1, num_tokens, foresight)
+        elif layer:
+            self._stream.join(foresight.stream)
+        return self._experts[layer]
+
+    def _bring(self, layer: int, num_tokens: int, foresight: Foresight) -> None:
+        """Enqueue what a layer will probably miss, beside what follows on the pass's stream."""
+        self._stream.fork(foresight.stream)
+        bring_ahead(
+            foresight.stream,
+            foresight.logits(layer, num_tokens),
+            self._addresses_of(layer),
+            self._cached,
+            foresight.ahead(layer),
+            self._layouts[layer].nbytes,
+        )
+
+    def _addresses_of(self, layer: int) -> Tensor:
+        return self._addresses.rows(layer, layer + 1).reshape(self._staged.size)
+
+    def _fetch(self, layer: int, expert_start: Tensor, ahead: Ahead | None) -> None:
         num_experts = self._staged.size
-        addresses = self._addresses.rows(layer, layer + 1).reshape(num_experts)
         fetch_blobs(
             self._stream,
-            addresses,
+            self._addresses_of(layer),
             expert_start.rows(0, num_experts + 1),
             self._cached,
             self._slots,
             self._staged.reshape(num_experts),
             self._layouts[layer].nbytes,
+            ahead,
         )
-        return self._experts[layer]
 
     def close(self) -> None:
         """Give the memory back, when no pass runs any more. Safe to call twice."""

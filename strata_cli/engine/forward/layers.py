@@ -111,10 +111,12 @@ class Batch:
         num_tokens: rows.
         segments: cover all rows, in order; each sequence once, or as many branches of it as one
             likes. Branches work on one room and on the same rows of K/V, one after the other.
+        is_recorded: the pass goes into a graph. Then a second stream may work beside it.
     """
 
     num_tokens: int
     segments: tuple[Segment, ...]
+    is_recorded: bool = False
 
 
 class LayerInput(NamedTuple):
@@ -180,7 +182,8 @@ class Forward:
             out = self._attention(index, layer.attention, batch, y)
         self._write(x, out, y.inject, layer.ffn_read.norm)
         y = self._read(layer.ffn_read, x, is_normed=True)
-        combined = self._moe(index, layer.moe, y, feed or self._residents(batch.num_tokens))
+        feed = feed or self._residents(batch.num_tokens)
+        combined = self._moe(index, layer.moe, y, feed, is_recorded=batch.is_recorded)
         self._combine(x, combined, y.inject, self._norm_ahead(index + 1))
 
     def head(self, start: int, stop: int) -> Tensor:
@@ -409,7 +412,13 @@ class Forward:
         return ResidentFeed(experts, num_tokens * self.spec.num_experts_per_tok)
 
     def _moe(
-        self, index: int, weights: MoeWeights, read: LayerInput, feed: ExpertFeed
+        self,
+        index: int,
+        weights: MoeWeights,
+        read: LayerInput,
+        feed: ExpertFeed,
+        *,
+        is_recorded: bool,
     ) -> moe.CombineOperands:
         """Enqueue a layer's experts. What does not depend on the routing fills the wait for it."""
         take, num, stream = self.workspace.take, read.values.shape[0], self.stream
@@ -423,11 +432,15 @@ class Forward:
             *(Product(weights.router, router), Product(weights.shared_logit, shared_logit)),
             *(Product(weights.shared_gate, gate), Product(weights.shared_up, up)),
         )
-        if is_few := num <= FEW_TOKENS:  # together for little more than the router takes
-            matmul_several(stream, read.values, products)
+        experts, rank_of, split = feed.experts(index)
+        is_few = num <= FEW_TOKENS
+        fetcher = self.fetcher if is_few and rank_of is None else None
+        looks_ahead = is_recorded and fetcher is not None and fetcher.looks_ahead(num)
+        if is_few:  # together for little more than the router takes
+            foreseen = self._next_router(index, num) if looks_ahead else ()
+            matmul_several(stream, read.values, (*products, *foreseen))
         else:
             matmul(stream, read.values, weights.router, router)
-        experts, rank_of, split = feed.experts(index)
         shared_out, shared_down = take("shared_out", num), weights.shared_down
         routing = moe.RouteOperands(router, ids, places, start, row_of, pair_of)
         is_plain = split is None and rank_of is None
@@ -443,8 +456,8 @@ class Forward:
                 post_pairs(stream, index, ids, pair_of, start, read.values, split.mailbox)
         expert_out = take("expert_out", row_of.shape[0])
         feed.publish(index, start, PairRows(read.values, row_of, expert_out))
-        if is_few and rank_of is None and self.fetcher is not None:
-            experts = self.fetcher.fetch(index, start)
+        if fetcher is not None:
+            experts = fetcher.fetch(index, start, num, looks_ahead=looks_ahead)
         if not is_few:
             matmul_several(stream, read.values, products[1:], read.rounded)
         if not is_beside:
@@ -454,6 +467,14 @@ class Forward:
         if split is not None:
             self._take_the_others(index, split, start, expert_out)
         return moe.CombineOperands(expert_out, pair_of, places, shared_out, shared_logit)
+
+    def _next_router(self, index: int, num_tokens: int) -> tuple[Product, ...]:
+        """What the next layer's router makes of this layer's input, as far as there is one."""
+        assert self.fetcher is not None
+        logits = self.fetcher.next_logits(index, num_tokens)
+        if logits is None:
+            return ()
+        return (Product(self.weights.layers[index + 1].moe.router, logits),)
 
     def _combine(
         self, x: Tensor, combined: moe.CombineOperands, inject: Tensor, norm: Tensor | None

@@ -156,11 +156,11 @@ def _open_experts(
 
 
 def _open_fetcher(device: Device, stream: Stream, plan: Plan, store: ExpertStore) -> Fetcher | None:
-    if plan.cache is None or not plan.cache.fetch_slots:
+    if plan.cache is None or not plan.cache.fetching.num_slots:
         return None
     cache = store.cache
-    addresses, slots = cache.device_addresses, plan.cache.fetch_slots
-    return Fetcher(device, stream, store.layouts, addresses, cache.slot_range, slots)
+    addresses, sizes = cache.device_addresses, plan.cache.fetching
+    return Fetcher(device, stream, store.layouts, addresses, cache.slot_range, sizes)
 
 
 def _announce(num_sources: int, device: Device, notice: Notice | None) -> None:

@@ -21,7 +21,7 @@ from strata_cli.engine.forward.feeding import (
     ResidentFeed,
     Split,
 )
-from strata_cli.engine.forward.fetching import Fetcher
+from strata_cli.engine.forward.fetching import Fetcher, FetchSizes
 from strata_cli.engine.forward.layers import Batch, Forward, Segment
 from strata_cli.engine.forward.placing import Placement, place_weights
 from strata_cli.engine.forward.state import new_state
@@ -118,7 +118,9 @@ class Outline:
         state = new_state(self._spec, self._paper, stream, sizes.context_tokens)
         forward = Forward(self._spec, self._weights, workspace, stream, self._fetcher(stream))
         for num_tokens in _pass_sizes(sizes):
-            forward.run(Batch(num_tokens, (Segment(state, 0, num_tokens),)))
+            segments = (Segment(state, 0, num_tokens),)
+            for is_recorded in (False, True):
+                forward.run(Batch(num_tokens, segments, is_recorded))
             forward.head(0, min(num_tokens, sizes.logit_rows))
         if self._cached is not None:
             num_pairs = sizes.chunk_tokens * self._spec.num_experts_per_tok
@@ -140,7 +142,8 @@ class Outline:
             return None
         addresses = self._cached[0].gate.blobs
         layers = empty(self._paper, (len(self._cached), addresses.size), np.int64)
-        return Fetcher(self._paper, stream, self._layouts, layers, SlotRange(0, 0), 1)
+        sizes = FetchSizes(1, 1)
+        return Fetcher(self._paper, stream, self._layouts, layers, SlotRange(0, 0), sizes)
 
 
 class _PaperFeed:

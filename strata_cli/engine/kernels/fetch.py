@@ -1,8 +1,14 @@
-"""Bringing the experts of a step from host memory into the device's, inside a recorded pass."""
+"""Bringing the experts of a step from host memory into the device's, inside a recorded pass.
+
+What a layer routes to is fetched once it is known. Until then the link may bring what it will
+probably route to; whoever fetches ends that, and takes over what has come.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import threading
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +20,28 @@ from strata_cli.errors import ShapeError
 
 BLOCKS, THREADS = 132, 512  # that keep enough of the link's lines under way
 LINE_BYTES = 128  # that a link carries together
+SPAN_BYTES = 4096  # of a blob, that a warp copies at a time
 MOST_FETCHED = 64  # blobs of one call
+# What is brought ahead goes on beside other launches, in few warps, which leave those their place:
+# as much as possible of a multiprocessor's memory is to be shared memory, which they need.
+BRING_BLOCKS, BRING_THREADS = 16, 128
+BRING_SHARED_BYTES = 20 << 10
+MOST_AHEAD = 16  # blobs
+_CLAIMED, _DONE, _FINAL, _COUNT, _EXPERTS = range(5)  # words of a state
+AHEAD_WORDS = _EXPERTS + MOST_AHEAD
+_LOCK = threading.Lock()  # on the host, of what is brought ahead
+
+
+class Ahead(NamedTuple):
+    """Where blobs of one layer go before it is routed.
+
+    Attributes:
+        state: int32 [AHEAD_WORDS], all 0 before a pass: what has come, and of whom.
+        slots: uint8 [S, stride], device memory; S is at most MOST_AHEAD.
+    """
+
+    state: Tensor
+    slots: Tensor
 
 
 def fetch_stride(blob_bytes: int) -> int:
@@ -30,11 +57,12 @@ def fetch_blobs(
     slots: Tensor,
     staged: Tensor,
     blob_bytes: int,
+    ahead: Ahead | None = None,
 ) -> None:
     """Copy the blobs of experts that have pairs, and lie outside the cache, into slots.
 
     As many as there are slots for, by id; products find the others where they are. Which those are
-    changes no result.
+    changes no result. What was brought ahead stays in its slot there; nothing more is.
 
     Args:
         stream: enqueues here; also whatever reads the slots.
@@ -44,6 +72,7 @@ def fetch_blobs(
         slots: uint8 [S, stride], device memory, overwritten; S is at most MOST_FETCHED.
         staged: int64 [E], overwritten: addresses, with those of fetched blobs in their slots.
         blob_bytes: of each expert.
+        ahead: what bring_ahead() was given for the same experts; None: it was not called.
 
     Raises:
         ShapeError: an argument has another shape or type, or a slot is too small for a blob.
@@ -55,13 +84,11 @@ def fetch_blobs(
     expect("fetch_blobs expert_start", expert_start, (num_experts + 1,), np.int32)
     expect("fetch_blobs slots", slots, slots.shape, np.uint8)
     expect("fetch_blobs staged", staged, (num_experts,), np.int64)
-    if slots.address % LINE_BYTES:
-        raise ShapeError(f"fetch_blobs slots: must begin a line of {LINE_BYTES} bytes")
-    if num_slots > MOST_FETCHED or stride < fetch_stride(blob_bytes) or stride % LINE_BYTES:
-        raise ShapeError(
-            f"fetch_blobs: {num_slots} slots of {stride} bytes for blobs of {blob_bytes}: at most "
-            f"{MOST_FETCHED}, of {fetch_stride(blob_bytes)} bytes"
-        )
+    _expect_slots("fetch_blobs", slots, MOST_FETCHED, blob_bytes)
+    num_ahead = 0
+    if ahead is not None:
+        num_ahead = _expect_ahead("fetch_blobs", ahead, blob_bytes, stride)
+    state, ahead_slots = ahead or (expert_start, slots)
     launch = Launch(
         items=1,
         grid=(BLOCKS, 1, 1),
@@ -69,10 +96,71 @@ def fetch_blobs(
         extents=(num_experts, num_slots, stride),
         early=True,
     )
-    first, end = cached
-    stream.launch(
-        FETCH_BLOBS, launch, addresses, expert_start, first, end, slots, staged, blob_bytes
+    tensors = slots, staged, state, ahead_slots
+    numbers = num_ahead, blob_bytes
+    stream.launch(FETCH_BLOBS, launch, addresses, expert_start, *cached, *tensors, *numbers)
+
+
+def bring_ahead(
+    stream: Stream,
+    logits: Tensor,
+    addresses: Tensor,
+    cached: SlotRange,
+    ahead: Ahead,
+    blob_bytes: int,
+) -> None:
+    """Copy blobs of experts that a router will probably choose, and lie outside the cache.
+
+    Those of the largest logits of any token, as many as there are slots, in turn, until
+    fetch_blobs() is called with the same ``ahead``, which may be on another stream.
+
+    Args:
+        stream: enqueues here.
+        logits: what the router might say, float32 [T, E]; not overwritten before the pass ends.
+        addresses: of each expert's blob, int64 [E]; 0: it is nowhere that can be read.
+        cached: what lies there is in the device's memory already.
+        ahead: overwritten.
+        blob_bytes: of each expert.
+
+    Raises:
+        ShapeError: an argument has another shape or type, or a slot is too small for a blob.
+    """
+    expect_rank("bring_ahead logits", logits, 2)
+    num_tokens, num_experts = logits.shape
+    expect("bring_ahead logits", logits, logits.shape, np.float32)
+    expect("bring_ahead addresses", addresses, (num_experts,), np.int64)
+    stride = ahead.slots.shape[-1]
+    num_slots = _expect_ahead("bring_ahead", ahead, blob_bytes, stride)
+    launch = Launch(
+        items=1,
+        grid=(BRING_BLOCKS, 1, 1),
+        block=(BRING_THREADS, 1, 1),
+        shared_bytes=max(4 * num_experts, BRING_SHARED_BYTES),
+        extents=(num_tokens, num_experts, num_slots, stride),
     )
+    operands = (logits, addresses, *cached, ahead.slots, ahead.state, blob_bytes)
+    stream.launch(BRING_AHEAD, launch, *operands)
+
+
+def _expect_slots(name: str, slots: Tensor, most: int, blob_bytes: int) -> None:
+    expect(f"{name} slots", slots, slots.shape, np.uint8)
+    num_slots, stride = slots.shape
+    if slots.address % LINE_BYTES:
+        raise ShapeError(f"{name} slots: must begin a line of {LINE_BYTES} bytes")
+    if num_slots > most or stride < fetch_stride(blob_bytes) or stride % LINE_BYTES:
+        raise ShapeError(
+            f"{name}: {num_slots} slots of {stride} bytes for blobs of {blob_bytes}: at most "
+            f"{most}, of {fetch_stride(blob_bytes)} bytes"
+        )
+
+
+def _expect_ahead(name: str, ahead: Ahead, blob_bytes: int, stride: int) -> int:
+    """Its number of slots."""
+    expect_rank(f"{name} ahead slots", ahead.slots, 2)
+    expect(f"{name} ahead slots", ahead.slots, (ahead.slots.shape[0], stride), np.uint8)
+    expect(f"{name} ahead state", ahead.state, (AHEAD_WORDS,), np.int32)
+    _expect_slots(f"{name} ahead", ahead.slots, MOST_AHEAD, blob_bytes)
+    return ahead.slots.shape[0]
 
 
 def _fetch_blobs(
@@ -84,18 +172,76 @@ def _fetch_blobs(
     end_cached: int,
     slots: NDArray[np.uint8],
     staged: NDArray[np.int64],
+    state: NDArray[np.int32],
+    ahead_slots: NDArray[np.uint8],
+    num_ahead: int,
     blob_bytes: int,
 ) -> None:
     if begin == end:
         return
     staged[:] = addresses
+    come: list[int] = []
+    if num_ahead:
+        with _LOCK:
+            state[_FINAL] = state[_CLAIMED] + 1
+        come = state[_EXPERTS:][: state[_CLAIMED] // _spans_of(blob_bytes)].tolist()
     is_cached = (addresses >= first_cached) & (addresses < end_cached)
     wanted = np.flatnonzero((np.diff(expert_start) > 0) & (addresses != 0) & ~is_cached)
-    for slot, expert in enumerate(wanted[: len(slots)]):
-        source = int(addresses[expert])
-        place = slots[slot].ctypes.data + source % LINE_BYTES
-        ctypes.memmove(place, source, blob_bytes)
-        staged[expert] = place
+    for slot, expert in enumerate(wanted[: len(slots)].tolist()):
+        if expert in come:
+            staged[expert] = _place_of(ahead_slots[come.index(expert)], int(addresses[expert]))
+        else:
+            staged[expert] = _copy_blob(slots[slot], int(addresses[expert]), blob_bytes)
+
+
+def _spans_of(blob_bytes: int) -> int:
+    return (blob_bytes + LINE_BYTES + SPAN_BYTES - 1) // SPAN_BYTES
+
+
+def _place_of(slot: NDArray[np.uint8], source: int) -> int:
+    """Where a blob goes: as far behind a line's begin as it comes from."""
+    return int(slot.ctypes.data) + source % LINE_BYTES
+
+
+def _copy_blob(slot: NDArray[np.uint8], source: int, blob_bytes: int) -> int:
+    """Where it is now."""
+    place = _place_of(slot, source)
+    ctypes.memmove(place, source, blob_bytes)
+    return place
+
+
+def _bring_ahead(
+    begin: int,
+    end: int,
+    logits: NDArray[np.float32],
+    addresses: NDArray[np.int64],
+    first_cached: int,
+    end_cached: int,
+    slots: NDArray[np.uint8],
+    state: NDArray[np.int32],
+    blob_bytes: int,
+) -> None:
+    if begin == end:
+        return
+    is_cached = (addresses >= first_cached) & (addresses < end_cached)
+    chosen = _bring_reference(logits, (addresses != 0) & ~is_cached, len(slots))
+    state[_EXPERTS : _EXPERTS + len(chosen)] = chosen
+    state[_COUNT] = len(chosen)
+    for slot, expert in enumerate(chosen.tolist()):
+        with _LOCK:  # of whole blobs, so that whoever ends it finds no part of one
+            if state[_FINAL]:
+                return
+            _copy_blob(slots[slot], int(addresses[expert]), blob_bytes)
+            state[_CLAIMED] = state[_DONE] = (slot + 1) * _spans_of(blob_bytes)
+
+
+def _bring_reference(
+    logits: NDArray[np.float32], may_come: NDArray[np.bool_], num_slots: int
+) -> NDArray[np.int64]:
+    """Experts in the order in which they come, at most [num_slots]."""
+    largest = np.where(np.isnan(logits), -np.inf, logits).max(axis=0, initial=-np.inf)
+    order = np.argsort(-largest, kind="stable")
+    return order[may_come[order]][:num_slots]
 
 
 def _fetch_reference(
@@ -112,3 +258,4 @@ def _fetch_reference(
 
 
 FETCH_BLOBS = Kernel("fetch_blobs", _fetch_blobs, _fetch_reference, "fetch.cu")
+BRING_AHEAD = Kernel("bring_ahead", _bring_ahead, _bring_reference, "fetch.cu")
