@@ -49,6 +49,9 @@ WAYS = {
     "routed, depth auto": replace(PLAIN, stream=replace(PLAIN.stream, depth=0)),
     "likely": replace(PLAIN, is_likely=True),
     "likely, depth auto": replace(PLAIN, is_likely=True, stream=replace(PLAIN.stream, depth=0)),
+    "likely, ahead 256": replace(
+        PLAIN, is_likely=True, stream=replace(PLAIN.stream, depth=0, ahead=256)
+    ),
     "likely, depth 48": replace(PLAIN, is_likely=True, stream=replace(PLAIN.stream, depth=48)),
     "likely, depth 128": replace(PLAIN, is_likely=True, stream=replace(PLAIN.stream, depth=128)),
     "likely, inline": replace(
@@ -164,6 +167,7 @@ class Expecting(History):
         self.depth = history.depth
         self.expected: NDArray[np.int64] | None = None
         self.oracle: list[NDArray[np.int64]] = []
+        self._known: NDArray[np.int64] | None = None
         self.uses: list[NDArray[np.int64]] = []
 
     def expect(self, use: NDArray[np.int64] | None, known: list[NDArray[np.int64]]) -> None:
@@ -173,10 +177,17 @@ class Expecting(History):
         self.uses = []
 
     def order(self) -> NDArray[np.int64]:
-        return oracle(self.oracle.pop(0)) if self.oracle else super().order()
+        self._known = self.oracle.pop(0) if self.oracle else None
+        return super().order() if self._known is None else oracle(self._known)
 
-    def add(self, stream: ChunkStream, *, is_typical: bool) -> None:
-        super().add(stream, is_typical=is_typical)
+    def num_likely(self, num_tokens: int, is_streamed: NDArray[np.bool_]) -> list[int]:
+        if self._known is None:
+            return super().num_likely(num_tokens, is_streamed)
+        counts: list[int] = ((self._known > 0) & is_streamed).sum(axis=1).tolist()
+        return counts
+
+    def add(self, stream: ChunkStream, num_tokens: int, *, is_typical: bool) -> None:
+        super().add(stream, num_tokens, is_typical=is_typical)
         self.uses.append(stream.use.copy())
 
 

@@ -204,6 +204,12 @@ class StrataConfig:
         "Copies of a routed stream that may be queued; auto is what the link needs.",
         parse=auto_or_depth,
     )
+    prefill_routed_stream_ahead: int = setting(
+        0,
+        "Copies that may be queued when one joins them that may turn out to be unneeded; auto is a "
+        "few, or the depth where that is set.",
+        parse=auto_or_depth,
+    )
     prefill_order: str = setting(
         "likely",
         "Order in which a layer's experts are copied: by id, or likely ones first.",

@@ -75,6 +75,7 @@ def test_every_default_has_a_spelling_that_gives_it_back(name: str) -> None:
         ("prefill_routed_stream", "0", False),
         ("prefill_routed_stream_depth", "auto", 0),
         ("prefill_routed_stream_depth", "256", 256),
+        ("prefill_routed_stream_ahead", "1", 1),
         ("prefill_ring", "8", 8),
         ("prefill_order", "likely", "likely"),
         ("watchdog_s", "0.5", 0.5),

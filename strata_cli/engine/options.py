@@ -70,6 +70,7 @@ def _streaming(config: StrataConfig) -> StreamRules:
         stream=StreamOptions(
             skips_unrouted=config.prefill_routed_stream is not False,
             depth=config.prefill_routed_stream_depth,
+            ahead=config.prefill_routed_stream_ahead,
             has_thread=config.prefill_issuer,
             watchdog_s=config.watchdog_s,
         ),

@@ -60,6 +60,11 @@ class OneCopyTooDeep(Walk):
         return super()._link_room(wanted) + 1
 
 
+class IgnoresWhatIsLikely(Walk):
+    def _has_room_ahead(self, more: int) -> bool:  # noqa: ARG002  the walk's signature
+        return True
+
+
 class CopiesTwice(Walk):
     def _copy(self, batch: list[int]) -> None:
         super()._copy(batch)
@@ -171,6 +176,7 @@ BROKEN = {
     "one slot too many": (Parts(walk=OneSlotTooMany), "R6"),
     "ignores the depth rule": (Parts(walk=IgnoresTheDepth), "R5"),
     "one copy too deep": (Parts(walk=OneCopyTooDeep), "R5"),
+    "ignores what is likely": (Parts(walk=IgnoresWhatIsLikely), "R18"),
     "copies an entry twice": (Parts(walk=CopiesTwice), "R1"),
     "forgets used events": (Parts(ring=ForgetsUsedEvents), "R9"),
     "awaits the first slot only": (Parts(ring=AwaitsTheFirstSlotOnly), "R9"),

@@ -72,6 +72,7 @@ def cases(draw: st.DrawFn) -> Case:
     sizes = st.sampled_from([SLOT_BYTES, SLOT_BYTES, 5])
     depth = st.one_of(st.sampled_from([1, 2, 4, 16, 256]).map(FixedDepth), st.builds(AutoDepth))
     speed = st.integers(1, 9)
+    likely = st.lists(st.integers(0, num_experts), min_size=num_layers, max_size=num_layers)
     return Case(
         resident=resident,
         routed=rng.random(shape) < draw(share),
@@ -85,6 +86,8 @@ def cases(draw: st.DrawFn) -> Case:
         takes_landed=draw(st.booleans()),
         skips=draw(st.sampled_from([True, True, False])),
         lists_routed=draw(st.sampled_from([False, False, True])),
+        ahead=draw(st.sampled_from([1, 2, 5])),
+        num_likely=draw(st.one_of(st.none(), likely.map(tuple))),
         weights=(draw(speed), draw(speed), draw(speed), draw(speed)),
         seed=seed,
     )

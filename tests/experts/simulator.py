@@ -22,6 +22,7 @@ R14 a chunk's gate starts unpublished; a layer is published at most once
 R15 the consumer's waits, reads and releases are the same with skipping switched off
 R16 every shape of chunk terminates
 R17 one wait covers a group, and one used event releases all its slots
+R18 what is unlikely and not published joins fewer than `ahead` unfinished copies
 
 R11 to R15 compare runs or need threads: the tests of those names do that.
 """
@@ -46,7 +47,7 @@ from strata_cli.engine.experts.depth import DepthRule
 from strata_cli.engine.experts.entries import EntryList, Ranking, list_entries, rank_experts
 from strata_cli.engine.experts.gate import Gate
 from strata_cli.engine.experts.ring import Ring, RingLink
-from strata_cli.engine.experts.walk import Link, Turn, Walk, WalkRules
+from strata_cli.engine.experts.walk import ANY_NUMBER, Link, Turn, Walk, WalkRules
 
 STAGING_PLACES = 2
 
@@ -70,6 +71,8 @@ class Case:
         blob_bytes: per layer; a slot is as large as the largest.
         ring_slots, depth, together, group, takes_landed: see the rules of walk and consumer.
         skips: with a gate and a depth; else the plain walk.
+        ahead: see WalkRules.
+        num_likely: see Walk.
         lists_routed: entries are listed when routing is known.
         weights: of the issuer, the link, the compute stream and the stager, in the choice of who
             moves next.
@@ -88,6 +91,8 @@ class Case:
     takes_landed: bool = True
     skips: bool = True
     lists_routed: bool = False
+    ahead: int = ANY_NUMBER
+    num_likely: tuple[int, ...] | None = None
     weights: tuple[int, int, int, int] = (1, 1, 1, 1)
     seed: int = 0
 
@@ -268,8 +273,9 @@ class World:
         self.gate = parts.gate(*case.resident.shape) if case.skips else None
         self.published: set[int] = set()
         self._link: Link = parts.link(self.ring, self.entries, self.blobs, self.stager)
-        rules = WalkRules(case.ring_slots, case.depth if case.skips else None, case.together)
-        self.walk = parts.walk(self.entries, self, rules, self.gate)
+        depth = case.depth if case.skips else None
+        rules = WalkRules(case.ring_slots, depth, case.together, case.ahead)
+        self.walk = parts.walk(self.entries, self, rules, self.gate, case.num_likely)
         grouping = ConsumerRules(group=case.group, takes_landed=case.takes_landed)
         self.consumer = parts.consumer(
             self.ranking, self.entries, self.ring, self, self.gate, grouping, case.staged
@@ -450,7 +456,18 @@ class World:
         if self.case.skips:
             depth = self.case.depth.depth
             require("R5", queued <= depth, f"{queued} copies unfinished at depth {depth}")
+            self._check_ahead(batch, queued)
         self._link.copy(batch)
+
+    def _check_ahead(self, batch: Sequence[int], queued: int) -> None:
+        if self.case.num_likely is None:
+            return
+        for unfinished, k in enumerate(batch, queued - len(batch)):
+            layer = self.entries.layers[k]
+            at = k - self.entries.starts[layer]
+            if layer not in self.published and at >= self.case.num_likely[layer]:
+                what = f"entry {k} joins {unfinished} copies, ahead is {self.case.ahead}"
+                require("R18", unfinished < self.case.ahead, what)
 
     def has_landed(self, k: int) -> bool:
         return self._link.has_landed(k)

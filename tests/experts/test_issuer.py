@@ -80,7 +80,9 @@ class Bench:
         self.entries = _entries(ranking, state)
         ring = 3 if state is Turn.RING_FULL else 100
         depth = FixedDepth(3 if state is Turn.LINK_FULL else 100)
-        self.walk = Walk(self.entries, self.link, WalkRules(ring, depth), self.gate)
+        likely = [1] if state is Turn.UNLIKELY else None
+        rules = WalkRules(ring, depth, ahead=3)
+        self.walk = Walk(self.entries, self.link, rules, self.gate, likely)
 
 
 def _entries(ranking: Ranking, state: Turn) -> EntryList:
@@ -90,7 +92,7 @@ def _entries(ranking: Ranking, state: Turn) -> EntryList:
     return list_entries(ranking, np.full((1, NUM_EXPERTS), is_staged))
 
 
-WAITING = [Turn.RING_FULL, Turn.LINK_FULL, Turn.UNROUTED, Turn.UNSTAGED]
+WAITING = [Turn.RING_FULL, Turn.LINK_FULL, Turn.UNROUTED, Turn.UNLIKELY, Turn.UNSTAGED]
 
 
 @pytest.mark.parametrize("state", WAITING)
@@ -219,12 +221,12 @@ def test_a_bell_keeps_one_ring() -> None:
     bell.wait(SOON_S / 10)
 
 
-def test_a_nap_is_a_third_of_what_is_queued() -> None:
+def test_a_nap_lasts_as_long_as_the_copies_that_may_land_meanwhile() -> None:
     pace = Pace()
-    assert SHORTEST_NAP_S < pace.nap_s(0, 16, 0.0) < LONGEST_NAP_S
-    assert pace.nap_s(10, 12, 300e-6) == pytest.approx(12 * 30e-6 / 3)
-    assert pace.nap_s(10, 12, 900e-6) == pytest.approx(12 * 30e-6 / 3)  # nothing landed: as before
-    assert pace.nap_s(1010, 1, 1e-3) == SHORTEST_NAP_S
+    assert SHORTEST_NAP_S < pace.nap_s(0, 5, 0.0) < LONGEST_NAP_S
+    assert pace.nap_s(10, 4, 300e-6) == pytest.approx(4 * 30e-6)
+    assert pace.nap_s(10, 4, 900e-6) == pytest.approx(4 * 30e-6)  # nothing landed: as before
+    assert pace.nap_s(1010, 0, 1e-3) == SHORTEST_NAP_S
     pace.interrupt()
     assert pace.nap_s(1011, 1000, 9.0) == pytest.approx(LONGEST_NAP_S)
 

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from strata_cli.engine.experts.depth import LEAST_AUTO_DEPTH, MOST_DEPTH, AutoDepth, FixedDepth
-from strata_cli.engine.experts.order import by_score, expected_use, oracle
+from strata_cli.engine.experts.order import (
+    LIKELY_TOKENS,
+    by_score,
+    count_likely,
+    expected_use,
+    oracle,
+)
 from strata_cli.errors import ConfigError, ShapeError
 from tests.experts.cases import plain_case
 from tests.experts.simulator import simulate
@@ -32,6 +38,13 @@ def test_what_cannot_be_ordered_is_refused(
 ) -> None:
     with pytest.raises(ShapeError):
         by_score(scores, finest=finest)
+
+
+def test_likely_are_the_streamed_experts_that_many_tokens_are_expected_of() -> None:
+    is_streamed = np.array([[True, False, True, True, True, True], [True] * 6])
+    assert count_likely(SCORES, is_streamed, 0) == [0, 0]
+    for pairs, expected in ((1, [0, 1]), (4, [1, 1]), (6, [2, 1]), (8, [3, 1]), (16, [4, 1])):
+        assert count_likely(SCORES, is_streamed, int(pairs * LIKELY_TOKENS)) == expected
 
 
 def test_the_last_chunk_and_the_profile_both_count() -> None:

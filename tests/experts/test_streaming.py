@@ -12,7 +12,7 @@ from strata_cli.engine.device.base import Device, Tensor
 from strata_cli.engine.experts.depth import AutoDepth
 from strata_cli.engine.experts.entries import rank_experts
 from strata_cli.engine.experts.keeping import most_used
-from strata_cli.engine.experts.streaming import Blobs, ChunkStream, StreamOptions
+from strata_cli.engine.experts.streaming import AHEAD, Blobs, ChunkStream, StreamOptions
 from strata_cli.errors import ConfigError, DeviceError, ShapeError, StateError
 from tests.experts.cases import FIXED
 from tests.experts.lab import Lab, large_case
@@ -139,6 +139,14 @@ def test_an_automatic_depth_goes_on_where_the_chunk_before_ended(lab: Lab) -> No
         options = replace(OPTIONS, depth=depth)
         stream = ChunkStream(ranking, lab.ring, Blobs(lab.layers), options, learnt=learnt)
         assert stream.report().endswith(expected)
+
+
+def test_a_depth_that_is_asked_for_is_the_depth_of_unlikely_copies_too(lab: Lab) -> None:
+    ranking = rank_experts(lab.case.resident)
+    for depth, ahead, expected in ((0, 0, AHEAD), (40, 0, 40), (0, 9, 9), (40, 9, 9)):
+        options = replace(OPTIONS, depth=depth, ahead=ahead)
+        stream = ChunkStream(ranking, lab.ring, Blobs(lab.layers), options)
+        assert f"ahead {expected}, depth" in stream.report()
 
 
 def test_a_stopped_stream_says_so(lab: Lab) -> None:

@@ -81,6 +81,17 @@ def test_the_plain_walk_copies_everything_and_the_routed_one_less() -> None:
     assert len(routed.routed_entries) <= routed.num_copied < plain.num_copied
 
 
+def test_r18_what_is_unlikely_waits_for_its_routing_while_the_link_has_enough_to_do() -> None:
+    case = plain_case(routed=0.3, ring_slots=40, depth=16, resident=0.0)
+    order = np.argsort(~case.routed, axis=1, kind="stable")
+    case = replace(case, order=order, weights=(9, 1, 1, 1), together=4)
+    eager = [simulate(replace(case, seed=seed)).num_skipped for seed in range(8)]
+    likely = tuple(case.routed.sum(axis=1).tolist())
+    case = replace(case, ahead=1, num_likely=likely)
+    patient = [simulate(replace(case, seed=seed)).num_skipped for seed in range(8)]
+    assert sum(patient) > sum(eager)
+
+
 def test_no_two_copies_of_a_batch_go_to_the_same_slot() -> None:
     """The device may carry them in any order. Staged entries are copied although given back."""
     for seed in range(40):
@@ -118,6 +129,8 @@ def _hard_cases() -> list[Case]:
             case = replace(case, staged=~case.resident & (rng.random(case.staged.shape) < 0.3))
         if seed % 4 == 0:
             case = replace(case, blob_bytes=(12, 5, 12, 12), depth=FixedDepth(16))
+        if seed % 5 == 0:
+            case = replace(case, ahead=2, num_likely=(4, 0, 2, 12), depth=FixedDepth(8))
         hard.append(case)
     return hard
 

@@ -182,9 +182,9 @@ class ThreadIssuer:
                 if self.walk.issued > self._wanted:
                     self._issued.ring()
                 start_ns = self._trace.now_ns()
-                if turn in (Turn.LINK_FULL, Turn.UNSTAGED):
+                if turn in (Turn.LINK_FULL, Turn.UNLIKELY, Turn.UNSTAGED):
                     now = time.perf_counter()
-                    self._work.wait(pace.nap_s(self.walk.landed, self.walk.unfinished, now))
+                    self._work.wait(pace.nap_s(self.walk.landed, self.walk.spare, now))
                 else:
                     pace.interrupt()
                     self._work.wait(-1)

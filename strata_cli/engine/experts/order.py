@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from strata_cli.errors import ShapeError
 
+LIKELY_TOKENS = 16.0  # expected: of the experts of another text's prompt 87 % or more are routed
+
 
 def by_score(scores: NDArray[np.float32], *, finest: int = 0) -> NDArray[np.int64]:
     """Experts by falling score; equal ones by id.
@@ -54,6 +56,21 @@ def expected_use(
     if last_counts is not None:
         score = score + weight * _shares(last_counts.astype(np.float64))
     return score.astype(np.float32)
+
+
+def count_likely(
+    scores: NDArray[np.float32], is_streamed: NDArray[np.bool_], num_pairs: int
+) -> list[int]:
+    """Of each layer's streamed experts, how many will almost certainly be routed.
+
+    Args:
+        scores: see expected_use(), [L, E].
+        is_streamed: experts that are not resident, [L, E].
+        num_pairs: of the chunk, tokens times experts of each.
+    """
+    expected = num_pairs * _shares(scores.astype(np.float64))
+    counts: list[int] = ((expected >= LIKELY_TOKENS) & is_streamed).sum(axis=1).tolist()
+    return counts
 
 
 def oracle(counts: NDArray[np.integer]) -> NDArray[np.int64]:

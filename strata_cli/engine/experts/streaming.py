@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 SMALL_RING_SLOTS = 8  # a ring of at most so many is for routed experts only
 TOGETHER = 16
+AHEAD = 16  # copies: what the link carries while the issuer's thread wakes up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,9 @@ class StreamOptions:
         skips_unrouted: do not copy what routing has shown to be unneeded.
         depth: copies that may be queued and unfinished, 1..256; 0: as many as the link turns out
             to need. Unlimited without skips_unrouted.
+        ahead: the same where the next one will perhaps turn out to be unneeded: its routing is
+            not known, and it is not among the likely ones; 0: few with an automatic depth, else
+            the depth.
         has_thread: a thread issues the copies, else the compute thread between its launches.
         together: most entries per call of the device; 1: each by itself.
         group: experts of a group that waits for copies.
@@ -44,6 +48,7 @@ class StreamOptions:
 
     skips_unrouted: bool = True
     depth: int = 0
+    ahead: int = 0
     has_thread: bool = True
     together: int = TOGETHER
     group: int = GROUP_EXPERTS
@@ -105,6 +110,7 @@ class ChunkStream:
             resident in the ranking.
         learnt: what earlier chunks found out about the depth that the link needs, for an
             automatic depth; None: this chunk begins anew.
+        num_likely: per layer, how many of the first entries will probably be routed; None: none.
 
     Attributes:
         entries: the chunk's list. For a small ring it grows with publish().
@@ -122,6 +128,7 @@ class ChunkStream:
         options: StreamOptions,
         kept: KeptBlobs | None = None,
         learnt: AutoDepth | None = None,
+        num_likely: Sequence[int] | None = None,
     ) -> None:
         is_small = ring.num_slots <= SMALL_RING_SLOTS
         skips = options.skips_unrouted and not is_small
@@ -132,8 +139,10 @@ class ChunkStream:
         gate = Gate(ranking.num_layers, ranking.num_experts) if skips else None
         self._link = RingLink(ring, self.entries, blobs.layers, blobs.stager)
         depth = _depth_rule(options.depth, learnt) if skips else None
-        rules = WalkRules(ring.num_slots, depth, options.together)
-        self._walk = Walk(self.entries, self._link, rules, gate)
+        ahead = options.ahead or options.depth or AHEAD
+        rules = WalkRules(ring.num_slots, depth, options.together, ahead)
+        likely = num_likely or [0] * ranking.num_layers
+        self._walk = Walk(self.entries, self._link, rules, gate, likely)
         issues = ThreadIssuer if options.has_thread else InlineIssuer
         self._issuer: Issuer = issues(self._walk, options.watchdog_s, ring.trace)
         self._ring = ring

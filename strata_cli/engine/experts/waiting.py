@@ -36,11 +36,7 @@ class Bell:
 
 
 class Pace:
-    """How long to sleep while the link is full, from the pace at which copies land.
-
-    A sleep lasts as long as a third of the queue takes: short enough for the link never to run
-    dry, long enough to find work for several copies at once.
-    """
+    """How long to sleep while the link is full, from the pace at which copies land."""
 
     def __init__(self) -> None:
         self._copy_s = 0.0
@@ -51,8 +47,14 @@ class Pace:
         """The link may idle from here on, so the time until the next look says nothing."""
         self._since_s = None
 
-    def nap_s(self, landed: int, unfinished: int, now_s: float) -> float:
-        """Seconds to sleep, given the copies landed so far, those queued, and the time."""
+    def nap_s(self, landed: int, spare: int, now_s: float) -> float:
+        """Seconds to sleep.
+
+        Args:
+            landed: copies so far.
+            spare: of those queued, how many may land meanwhile.
+            now_s: the time.
+        """
         if self._since_s is not None and landed > self._landed:
             latest = (now_s - self._since_s) / (landed - self._landed)
             self._copy_s = latest if not self._copy_s else (3 * self._copy_s + latest) / 4
@@ -60,7 +62,7 @@ class Pace:
             self._since_s, self._landed = now_s, landed
         if not self._copy_s:
             return FIRST_NAP_S
-        return min(max(unfinished * self._copy_s / 3, SHORTEST_NAP_S), LONGEST_NAP_S)
+        return min(max(spare * self._copy_s, SHORTEST_NAP_S), LONGEST_NAP_S)
 
 
 class Watchdog:

@@ -26,6 +26,7 @@ class Turn(Enum):
     STOPPED = "stopped"
     RING_FULL = "ring room: the consumer has not given back enough entries"
     LINK_FULL = "link room: as many copies as the depth allows are unfinished"
+    UNLIKELY = "routing: what is next will probably not be wanted, and the link has enough to do"
     UNROUTED = "routing: the next layer's entries are not listed yet"
     UNSTAGED = "the stager: the next blob is not in pinned memory yet"
 
@@ -55,11 +56,14 @@ class WalkRules:
         depth: copies that may be unfinished; None: any number.
         together: most entries handed to the link at once; never more than a quarter of the depth,
             since they land together and the link must not run dry meanwhile.
+        ahead: copies that may be unfinished when one joins them that will probably turn out to be
+            unneeded, see Walk.num_likely; they only keep the link from running dry. At least 1.
     """
 
     ring_slots: int
     depth: DepthRule | None
     together: int = 1
+    ahead: int = ANY_NUMBER
 
 
 class _Batch(NamedTuple):
@@ -78,6 +82,8 @@ class Walk:
         link: takes the copies.
         rules: bounds.
         gate: where routing is published; None: every entry is copied.
+        num_likely: per layer, how many of its first entries will probably be routed; the others
+            are copied `ahead` of their routing by rules of their own. None: all are likely.
 
     Attributes:
         issued: entries copied or skipped so far.
@@ -88,7 +94,12 @@ class Walk:
     """
 
     def __init__(
-        self, entries: EntryList, link: Link, rules: WalkRules, gate: Gate | None = None
+        self,
+        entries: EntryList,
+        link: Link,
+        rules: WalkRules,
+        gate: Gate | None = None,
+        num_likely: Sequence[int] | None = None,
     ) -> None:
         self.entries = entries
         self.rules = rules
@@ -100,6 +111,7 @@ class Walk:
         self.consumed = 0
         self._link = link
         self._rows = gate.rows if gate is not None else None
+        self._num_likely = num_likely
         self._batches: deque[_Batch] = deque()
         self._was_full = False
         self._is_stopped = False
@@ -134,6 +146,16 @@ class Walk:
         self._last_turn = reason
         return reason
 
+    @property
+    def spare(self) -> int:
+        """Copies that may land before another turn: the link is never to run dry.
+
+        A third of what may be queued, so that a turn finds work for several copies at once.
+        """
+        if self._last_turn is Turn.UNLIKELY:
+            return self.unfinished - min(2 * self.rules.ahead // 3, self.unfinished)
+        return self.unfinished // 3
+
     def report(self) -> str:
         """Where the walk is and what its last turn ended on, for messages."""
         k, depth = self.issued, self.rules.depth
@@ -146,7 +168,7 @@ class Walk:
         return (
             f"last turn: {self._last_turn.value}; entry {k} of {self.entries.count} ({at}); "
             f"consumed {self.consumed}, ring {self.rules.ring_slots}, copied {self.copied}, "
-            f"skipped {self.skipped}, unfinished {self.unfinished}, "
+            f"skipped {self.skipped}, unfinished {self.unfinished}, ahead {self.rules.ahead}, "
             f"depth {depth.depth if depth is not None else 'any'}"
         )
 
@@ -171,6 +193,8 @@ class Walk:
                 reason = Turn.LINK_FULL if room <= together else None
             elif batch and k - batch[0] >= self.rules.ring_slots:
                 reason = None  # its slot is the batch's already, whose copies come in any order
+            elif self._is_unlikely(k) and not self._has_room_ahead(len(batch)):
+                reason = Turn.UNLIKELY
             elif jobs[k] >= 0 and not self._link.is_staged(k):
                 reason = Turn.UNSTAGED
             else:
@@ -207,6 +231,20 @@ class Walk:
             k += 1
         return k
 
+    def _is_unlikely(self, k: int) -> bool:
+        """Whether the routing of this entry is unknown and it will probably not be wanted."""
+        if self._num_likely is None or self._rows is None:
+            return False
+        layer = self.entries.layers[k]
+        is_behind = k - self.entries.starts[layer] >= self._num_likely[layer]
+        return is_behind and self._rows[layer] is None
+
+    def _has_room_ahead(self, more: int) -> bool:
+        """Whether fewer copies than `ahead` would be unfinished behind so many more."""
+        if self.unfinished + more >= self.rules.ahead:
+            self._count_landed()
+        return self.unfinished + more < self.rules.ahead
+
     def _ring_end(self) -> int:
         """Entries below this one have a slot that was given back."""
         return self.consumed + self.rules.ring_slots
@@ -222,7 +260,10 @@ class Walk:
         if rule is None:
             return ANY_NUMBER
         if rule.depth - self.unfinished < wanted:
-            while self._batches and self._link.has_landed(self._batches[0].last):
-                self.unfinished -= self._batches.popleft().entries
+            self._count_landed()
             rule.polled(self.unfinished, was_full=self._was_full)
         return max(rule.depth - self.unfinished, 0)
+
+    def _count_landed(self) -> None:
+        while self._batches and self._link.has_landed(self._batches[0].last):
+            self.unfinished -= self._batches.popleft().entries

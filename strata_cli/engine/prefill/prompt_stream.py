@@ -15,7 +15,7 @@ from strata_cli.engine.device.base import Device, Stream, Tensor
 from strata_cli.engine.experts.depth import AutoDepth
 from strata_cli.engine.experts.entries import RingShape, rank_experts
 from strata_cli.engine.experts.keeping import KeptBlobs
-from strata_cli.engine.experts.order import by_score, expected_use
+from strata_cli.engine.experts.order import by_score, count_likely, expected_use
 from strata_cli.engine.experts.ring import Ring
 from strata_cli.engine.experts.sizing import RingRules
 from strata_cli.engine.experts.store import ExpertStore
@@ -98,6 +98,7 @@ class History:
         self.counts: list[StreamCounts] = []
         self.use: NDArray[np.int64] | None = None
         self._last_use: NDArray[np.int64] | None = None
+        self._pairs_per_token = 0.0
 
     def begin(self) -> None:
         """A prompt begins."""
@@ -108,19 +109,25 @@ class History:
         """All experts, likely ones first, [L, E]."""
         return by_score(expected_use(self._last_use, self.scores), finest=ORDER_CLASSES)
 
+    def num_likely(self, num_tokens: int, is_streamed: NDArray[np.bool_]) -> list[int]:
+        """Of each layer's streamed experts [L, E], how many the next chunk will want for sure."""
+        scores = expected_use(self._last_use, self.scores)
+        return count_likely(scores, is_streamed, int(num_tokens * self._pairs_per_token))
+
     @contextmanager
     def unlearning(self) -> Iterator[None]:
         """Around chunks that those behind it learn nothing from."""
-        last_use, depth = self._last_use, copy(self.depth)
+        last_use, depth, pairs = self._last_use, copy(self.depth), self._pairs_per_token
         try:
             yield
         finally:
-            self._last_use, self.depth = last_use, depth
+            self._last_use, self.depth, self._pairs_per_token = last_use, depth, pairs
 
-    def add(self, stream: ChunkStream, *, is_typical: bool) -> None:
+    def add(self, stream: ChunkStream, num_tokens: int, *, is_typical: bool) -> None:
         """Take note of a chunk that is done, and expect the like of it if it is typical."""
         if is_typical:
             self._last_use = stream.use
+            self._pairs_per_token = stream.use.sum(axis=1).max() / num_tokens
         self.use = stream.use if self.use is None else self.use + stream.use
         self.counts.append(stream.counts)
 
@@ -236,15 +243,19 @@ class PromptStream:
         if self._kept is not None:
             resident = resident | self._kept.is_kept
             addresses = np.where(self._kept.is_kept, self._kept.addresses, addresses)
-        order = self._history.order() if self._rules.is_likely else None
-        ranking = rank_experts(resident, order)
-        learnt = self._history.depth
-        stream = ChunkStream(ranking, ring, store.blobs, self._rules.stream, kept, learnt)
+        order, num_likely = None, None
+        if self._rules.is_likely:
+            order = self._history.order()
+            num_likely = self._history.num_likely(num_tokens, ~resident)
+        ranking, learnt = rank_experts(resident, order), self._history.depth
+        stream = ChunkStream(
+            ranking, ring, store.blobs, self._rules.stream, kept, learnt, num_likely
+        )
         with store.staging(stream.entries), stream, self._cancellation.stopping(stream.stop):
             share = None if is_short else self._share_of(num_tokens, ring)
             yield StreamFeed(self._tables, stream, ranking, addresses, ring.shape, share)
             stream.finish()
-        self._history.add(stream, is_typical=not is_short)
+        self._history.add(stream, num_tokens, is_typical=not is_short)
 
     def _share_of(self, num_tokens: int, ring: Ring) -> HostShare | None:
         share = self._share
