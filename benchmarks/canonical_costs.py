@@ -9,6 +9,10 @@ over one of them with its prefix. The two sides take turns, in changing order, s
 on both alike; a ratio is the median of the turns' ratios (least to most). On the host, processor
 time counts, which others that use the machine disturb less than wall time. The logits of both are
 compared bit by bit.
+
+Where not all experts are resident, the second ratio has a bound that no order of copies can mend:
+what its tail routes to must be in slots or come over the link. That is stated too, for the slots as
+they are and for those that would hold the most of it.
 """
 
 from __future__ import annotations
@@ -71,6 +75,47 @@ class Ratio:
 
 
 @dataclass(frozen=True)
+class TailLink:
+    """What the link carries for a tail whose prefix is cached.
+
+    Attributes:
+        routed: experts that it routes to, of all layers together.
+        copied: of them, over the link; copied_mb: their size.
+        link_gbps: as measured when the cache was filled.
+        copied_ms: at that rate.
+        least_ms: the same if every slot held one of the routed experts.
+    """
+
+    routed: int
+    copied: int
+    copied_mb: float
+    link_gbps: float
+    copied_ms: float
+    least_ms: float
+
+    @classmethod
+    def of(cls, engine: Engine) -> TailLink | None:
+        """Of the last prompt; None: it needed no link."""
+        streamer = engine._streamer
+        if streamer is None or streamer.use is None or not engine._device.has_own_memory:
+            return None
+        store = streamer.setting.store
+        routed = int((streamer.use > 0).sum())
+        copied = sum(counts.copied for counts in streamer.counts)
+        nbytes = sum(counts.copied_bytes for counts in streamer.counts)
+        rate = store.link_gbps * 1e6  # bytes in a millisecond
+        least = max(routed - store.cache.num_slots, 0) * nbytes / max(copied, 1)
+        return cls(routed, copied, nbytes / 1e6, rate / 1e6, nbytes / rate, least / rate)
+
+    def line(self) -> str:
+        return (
+            f"  its tail routes to {self.routed} experts; {self.copied} come over the link, "
+            f"{self.copied_mb:.0f} MB, {self.copied_ms:.1f} ms at {self.link_gbps:.1f} GB/s; "
+            f"at least {self.least_ms:.1f} ms with the slots there are"
+        )
+
+
+@dataclass(frozen=True)
 class Side:
     """One side of a ratio: what is made ready, untimed, and what is timed; gives logits."""
 
@@ -119,7 +164,9 @@ def canonical_over_plain(engine: Engine, session: Session, runs: int) -> Ratio:
     return ratio_of(engine, what, 1.02, side(deterministic=True), side(deterministic=False), runs)
 
 
-def cached_over_fresh(engine: Engine, session: Session, prefix: int, runs: int) -> Ratio:
+def cached_over_fresh(
+    engine: Engine, session: Session, prefix: int, runs: int
+) -> tuple[Ratio, TailLink | None]:
     ids = zipf_prompt(engine.spec.vocab_size, prefix + TAIL, 2)
     request = ReadRequest(ids=ids, top=5)
     cached = Side(
@@ -132,7 +179,9 @@ def cached_over_fresh(engine: Engine, session: Session, prefix: int, runs: int) 
             return [reading.read(engine, sequence, request).logits]
 
     what = f"{TAIL} tokens behind {prefix} cached ones over a fresh read"
-    return ratio_of(engine, what, 0.05, cached, Side(fresh), runs)
+    ratio = ratio_of(engine, what, 0.05, cached, Side(fresh), runs)
+    cached.timed(time.perf_counter)
+    return ratio, TailLink.of(engine)
 
 
 def suffixes_over_one(engine: Engine, session: Session, prefix: int, runs: int) -> Ratio:
@@ -171,13 +220,13 @@ def main() -> None:
     )
     ratios = []
     with Engine.open(options) as engine, Session(engine) as session:
-        for ratio in (
-            canonical_over_plain(engine, session, 3 * arguments.runs),
-            cached_over_fresh(engine, session, arguments.prefix, arguments.runs),
-            suffixes_over_one(engine, session, arguments.prefix, arguments.runs),
-        ):
-            print(ratio.line(), flush=True)
-            ratios.append(ratio)
+        ratios.append(canonical_over_plain(engine, session, 3 * arguments.runs))
+        print(ratios[-1].line(), flush=True)
+        ratio, link = cached_over_fresh(engine, session, arguments.prefix, arguments.runs)
+        ratios.append(ratio)
+        print("\n".join([ratio.line()] + ([] if link is None else [link.line()])), flush=True)
+        ratios.append(suffixes_over_one(engine, session, arguments.prefix, arguments.runs))
+        print(ratios[-1].line(), flush=True)
         about = {
             "commit": subprocess.run(
                 ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
@@ -185,6 +234,7 @@ def main() -> None:
             "model": engine.model_name,
             "device": engine.device_name,
             "chunk_tokens": engine.chunk_tokens,
+            "tail_link": None if link is None else asdict(link),
         }
     if arguments.json:
         rows = [asdict(ratio) | {"holds": ratio.holds} for ratio in ratios]
