@@ -28,8 +28,9 @@ the file over the default. A wrong value ends the command with exit code 2 and a
 where the value came from and what is expected. An unknown key is an error, an unknown `STRATA_*`
 variable a warning, both with the nearest real name. A command has a flag only where it uses the
 setting, and no command has one where the column Flag is empty; variables and keys may always be
-set. Relative paths start at the current directory; `~` and `~name` at the front of a path are home
-folders.
+set. A flag that would change nothing in the engine as it comes to be, such as one about cached
+experts where none is cached, is an error, a variable or key of that kind a warning. Relative paths
+start at the current directory; `~` and `~name` at the front of a path are home folders.
 
 Numbers are plain ASCII decimals: no sign, space or `_`. Where a number may be `auto`, that word is
 the only way to ask for it, and 0 is an error; elsewhere 0 means what the last column says."""

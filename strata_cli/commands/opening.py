@@ -14,6 +14,7 @@ from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import PromptSource
 from strata_cli.config import StrataConfig
 from strata_cli.engine.decode.sampling import Sampler
+from strata_cli.engine.effects import check_effects
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.model.shards import files_of_model
 from strata_cli.engine.options import engine_options
@@ -119,7 +120,20 @@ def _open(config: StrataConfig, trace: Trace, *, will_chat: bool, num_sequences:
         progress_bar("loading", "B", config.progress, scale=True) as loading,
         progress_bar("compiling", "kernel", config.progress) as compiling,
     ):
-        return Engine.open(options, loading, notice=_notice, compiling=compiling)
+        return Engine.open(
+            options,
+            loading,
+            notice=_notice,
+            compiling=compiling,
+            planned=lambda places: check_effects(config, places, given_flags()),
+        )
+
+
+def given_flags() -> frozenset[str]:
+    """The settings that the command that runs was given as flags."""
+    command = click.get_current_context(silent=True)
+    given = {} if command is None else command.params
+    return frozenset(name for name, value in given.items() if value is not None)
 
 
 def _check_outputs(

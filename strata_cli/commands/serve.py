@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from strata_cli.commands.opening import ENGINE_SETTINGS
+from strata_cli.commands.opening import ENGINE_SETTINGS, given_flags
 from strata_cli.commands.options import config_options, load_config, service_variables
 from strata_cli.errors import ConfigError
 
@@ -61,7 +61,8 @@ def serve(**flags: Any) -> None:
             f"strata serve needs the package {error.name}, which is not installed",
             hint="pip install 'strata-cli[serve]'",
         ) from error
-    run(config, Surroundings(notifier=Notifier.from_environment(service_variables()), say=_say))
+    notifier = Notifier.from_environment(service_variables())
+    run(config, Surroundings(notifier=notifier, say=_say, flags=given_flags()))
 
 
 def _say(text: str) -> None:

@@ -33,6 +33,7 @@ from strata_cli.engine.forward.caching import CacheWishes
 from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.loading import Loaded, Notice, Progress, load_weights
 from strata_cli.engine.forward.parking import ParkedRows, park, unpark
+from strata_cli.engine.forward.places import Places, Planned
 from strata_cli.engine.forward.planning import DEFAULT_HOMES, Homes, Plan, Wishes, plan_model
 from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash, new_state
@@ -192,6 +193,7 @@ class Engine:
         progress: Progress | None = None,
         notice: Notice | None = None,
         compiling: Progress | None = None,
+        planned: Planned | None = None,
     ) -> Self:
         """Load a model; on a first start on the host, compile its kernels.
 
@@ -200,6 +202,7 @@ class Engine:
             progress: called with (bytes done, bytes in all) while weights load.
             notice: called with a sentence when something unusual will take time.
             compiling: called with (kernels done, kernels in all) while kernels compile.
+            planned: called with what goes where, before weights load; what it raises ends that.
 
         Raises:
             ModelError: the file is missing, damaged or unsupported.
@@ -222,9 +225,11 @@ class Engine:
             context_tokens = context_of(model.spec, options.max_context)
             plan = plan_model(model, device, stream, wishes_of(options, context_tokens))
             sizes = plan.sizes
+            if planned is not None:
+                planned(Places.of(model, device, plan))
             known = find_profile(
                 model,
-                options.expert_profile if plan.cache else None,
+                options.expert_profile if plan.cache or options.profile_save else None,
                 keeps_own=plan.cache is not None and device.has_own_memory,
             )
             loaded = load_weights(
@@ -800,12 +805,6 @@ def _share(
     if store.cache.num_slots == store.num_layers * store.num_experts:
         return None
     if not store.is_pinned.all():
-        logger.warning(
-            "--pcie-frac and STRATA_ROUTE_TAIL_SKIP have no effect: they need all experts in "
-            "page-locked memory, which has %d of %d",
-            np.count_nonzero(store.is_pinned),
-            store.is_pinned.size,
-        )
         return None
     pool = None
     if rules.has_pool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeAlias, TypeVar
 
@@ -62,6 +62,7 @@ class EngineProcess:
         config: shapes the engine.
         silence_s: seconds without any progress after which a worker counts as stuck.
         command: starts another worker than ours; gets the number of its socket as last argument.
+        flags: see Open.
 
     Attributes:
         facts: of the model, once it is loaded; kept when it is unloaded.
@@ -77,6 +78,7 @@ class EngineProcess:
         *,
         silence_s: float = 300.0,
         command: Sequence[str] | None = None,
+        flags: Iterable[str] = (),
     ) -> None:
         self.facts: ModelFacts | None = None
         self.state: State = "stopped"
@@ -84,6 +86,7 @@ class EngineProcess:
         self.starts = 0
         self._config = config
         self._command = command
+        self._flags = tuple(sorted(flags))
         self._silence = Silence(silence_s)
         self._link: WorkerLink | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -221,7 +224,7 @@ class EngineProcess:
                 link = await WorkerLink.spawn(self._command)
             except OSError as error:
                 raise EngineGone(f"cannot start the engine's process: {error}") from error
-            link.send(Open(config=self._config))
+            link.send(Open(config=self._config, flags=self._flags))
             self.facts = await self._hello(link)
         except BaseException:
             self.state = "dead"

@@ -47,10 +47,12 @@ class Open(Message, frozen=True, kw_only=True):
     Attributes:
         version: of the protocol.
         config: everything that shapes the engine.
+        flags: settings that were given as flags: those without effect are refused.
     """
 
     version: int = PROTOCOL_VERSION
     config: StrataConfig
+    flags: tuple[str, ...] = ()
 
 
 class Generate(Message, frozen=True, kw_only=True):
@@ -139,6 +141,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         device: "host" or "cuda:N".
         chunk_tokens: prompt tokens read in one pass, at most.
         parallel: requests that are worked on at once.
+        placement: what lies where, in words.
     """
 
     name: str
@@ -149,6 +152,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     device: str
     chunk_tokens: int
     parallel: int
+    placement: str = ""
 
 
 class Hello(Message, frozen=True, kw_only=True):

@@ -50,10 +50,12 @@ class Surroundings:
     Attributes:
         notifier: the service manager.
         say: one line for people.
+        flags: settings that were given as flags.
     """
 
     notifier: Notifier
     say: Callable[[str], None]
+    flags: frozenset[str] = frozenset()
 
 
 def serve(config: StrataConfig, around: Surroundings) -> None:
@@ -157,7 +159,7 @@ def new_server(service: Service) -> Server:
 async def _serve(
     config: StrataConfig, texts: ModelTexts, sockets: list[socket.socket], around: Surroundings
 ) -> None:
-    engine = EngineProcess(config, silence_s=config.engine_silence_s)
+    engine = EngineProcess(config, silence_s=config.engine_silence_s, flags=around.flags)
     service = service_of_config(config, texts, engine)
     server = new_server(service)
     address = url(config.host, sockets)
@@ -180,6 +182,8 @@ async def _serve(
         await server.listens.wait()
         if not config.lazy_load:
             await _load(engine, serving, around)
+            if engine.facts is not None:
+                around.say(f"{engine.facts.name} {engine.facts.placement}")
         if not serving.done():
             around.notifier.ready(f"answering on {address}")
             around.say(f"{texts.name} answers on {address}/v1; Ctrl-C ends it")

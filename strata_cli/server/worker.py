@@ -39,6 +39,7 @@ from strata_cli.server.worker_channel import Channel
 
 if TYPE_CHECKING:
     from strata_cli.engine.engine import Engine
+    from strata_cli.engine.forward.places import Places
     from strata_cli.server.constraint import Constraint, MadeConstraint, MakeConstraint
     from strata_cli.server.scheduler import Scheduler
 
@@ -134,6 +135,8 @@ class EngineWorker:
     def __init__(self, channel: Channel, opening: Open) -> None:
         self._channel = channel
         self._config = opening.config
+        self._flags = opening.flags
+        self._placement = ""
         self._inbox: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
         self._makers = ThreadPoolExecutor(1, "grammars")
         self._make: MakeConstraint | None = None  # with the scheduler
@@ -164,6 +167,7 @@ class EngineWorker:
                 self._loading("weights"),
                 notice=lambda text: self._channel.send(Loading(phase="notice", text=text)),
                 compiling=self._loading("kernels"),
+                planned=self._planned,
             ) as engine,
         ):
             _warm_up(engine)
@@ -175,8 +179,14 @@ class EngineWorker:
             ) as scheduler:
                 self._make = Grammars(engine.tokenizer).make
                 self._scheduler = scheduler
-                self._channel.send(Hello(facts=_facts(engine, config.parallel)))
+                self._channel.send(Hello(facts=_facts(engine, config.parallel, self._placement)))
                 self._work(scheduler)
+
+    def _planned(self, places: Places) -> None:
+        from strata_cli.engine.effects import check_effects
+
+        check_effects(self._config, places, self._flags)
+        self._placement = places.describe()
 
     def _loading(self, phase: Literal["weights", "kernels"]) -> Callable[[int, int], None]:
         def tell(done: int, total: int) -> None:
@@ -253,7 +263,7 @@ class EngineWorker:
                 self._channel.send(scheduler.beat())
 
 
-def _facts(engine: Engine, parallel: int) -> ModelFacts:
+def _facts(engine: Engine, parallel: int, placement: str) -> ModelFacts:
     return ModelFacts(
         name=engine.model_name,
         vocab_size=engine.spec.vocab_size,
@@ -263,6 +273,7 @@ def _facts(engine: Engine, parallel: int) -> ModelFacts:
         device=engine.device_name,
         chunk_tokens=engine.chunk_tokens,
         parallel=parallel,
+        placement=placement,
     )
 
 

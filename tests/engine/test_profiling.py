@@ -58,6 +58,23 @@ def test_where_all_experts_are_resident_nothing_is_measured(model: Path, tmp_pat
     assert not path.exists()
 
 
+def test_what_earlier_runs_saved_is_kept_where_no_expert_is_cached_now(
+    model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "use.npz"
+    with open_profiled(model, path) as engine, load_model_file(model) as opened:
+        before = load_profile(path, opened).use
+        assert engine.residency_counts is not None
+    more = {"expert_cache": None, "profile_save": path}
+    with open_profiled(model, path, **more) as engine, engine.sequence() as sequence:
+        sequence.prefill([5, 6, 7])
+        sequence.step(8)
+    with load_model_file(model) as opened:
+        after = load_profile(path, opened).use
+    assert (after >= before).all()
+    assert (after - before).sum(axis=1).tolist() == [3] * NUM_LAYERS  # top_k of the step
+
+
 def test_a_file_that_is_no_profile_of_the_model_is_refused(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "use.npz"
     path.write_bytes(b"no profile")
