@@ -21,13 +21,14 @@ TOOLS = {
 }
 
 
+@pytest.mark.parametrize("reads", ["resident", "streamed"])
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_small_model_is_read_cleanly(gpu: str, tool: str) -> None:
+def test_a_small_model_is_read_cleanly(gpu: str, tool: str, reads: str) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
     command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", str(FOUND)]
-    command += [sys.executable, "-m", "tests.engine.sanitized"]
+    command += [sys.executable, "-m", "tests.engine.sanitized", reads, gpu]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-8_000:]
