@@ -479,8 +479,11 @@ class Engine:
             self._port,
             pieces,
             is_exact=self._is_exact,
-            streamer=self._streamer,
+            streamer=streamer,
         )
+        if streamer.use is not None:
+            residency.end_streamed(len(pieces), streamer.use)
+            residency.launched()
         self._learn_prompt()
         for row in rows:
             assert row is not None

@@ -72,6 +72,7 @@ def counts_of(engine: Engine) -> ResidencyCounts:
 
 
 WAYS = {
+    "half pinned": Way(cache=20, pinned=NUM_EXPERTS // 2, adapt=RESTLESS),
     "as by default": Way(adapt=AdaptRules()),
     "every step": Way(adapt=RESTLESS),
     "one swap": Way(adapt=replace(RESTLESS, swaps=1)),

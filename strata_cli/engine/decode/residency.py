@@ -32,8 +32,8 @@ class Residency:
     """Brackets the windows of one engine, on the thread that computes. A context manager.
 
     begin(), the replay of a graph that holds enqueue_routing(), launched(), and end() once the
-    window's logits are on the host. Any of them may be interrupted: begin() of the next window
-    makes up for it.
+    window's logits are on the host; or begin(), a pass whose experts are streamed, end_streamed()
+    and launched(). Any of them may be interrupted: begin() of the next window makes up for it.
 
     Args:
         device: of the forward pass.
@@ -161,6 +161,26 @@ class Residency:
         if self._sharing is not None:
             self._sharing.finish()
         counts, pairs = self._count(num_rows, is_exact=is_exact), self._pairs(num_rows)
+        self._note(num_rows, counts, pairs)
+        if self._learn is not None and not self._pauses:
+            self._learn(pairs)
+
+    def end_streamed(self, num_rows: int, use: NDArray[np.int64]) -> None:
+        """When a window is done whose experts were streamed, in place of end(): count it.
+
+        Nothing is told to ``learn``: who streamed them knows.
+
+        Args:
+            num_rows: of the window.
+            use: rows that each expert computed, [L, E].
+        """
+        pairs = np.flatnonzero(use)
+        hits = int(np.count_nonzero(self._resident.reshape(-1)[pairs]))
+        pcie = pairs.size - hits
+        counts = ResidencyCounts(windows=1, routed=pairs.size, hits=hits, pcie=pcie)
+        self._note(num_rows, counts, pairs)
+
+    def _note(self, num_rows: int, counts: ResidencyCounts, pairs: NDArray[np.int64]) -> None:
         self.counts += counts
         self._trace.event(
             "window.experts",
@@ -177,8 +197,6 @@ class Residency:
         self._windows += 1
         if not self._rules.is_static and self._windows % self._rules.every == 0:
             self._is_due = True
-        if self._learn is not None:
-            self._learn(pairs)
 
     def abandon(self) -> bool:
         """When a window was interrupted or failed: whether its results are not whole."""
