@@ -69,16 +69,45 @@ def rank_experts(resident: NDArray[np.bool_], order: NDArray[np.integer] | None 
     if order is None:
         places = np.broadcast_to(ids, resident.shape)
     else:
-        if order.shape != resident.shape or (np.sort(order, axis=1) != ids).any():
+        if order.shape != resident.shape or not _permutes(order):
             raise ShapeError(
                 f"a copy order must permute {num_experts} experts in each of {len(resident)} layers"
             )
-        places = np.argsort(order, axis=1)
-    keys = np.where(resident, ids, num_experts + places)
-    expert_at = np.argsort(keys, axis=1).astype(np.int32)
-    rank_of = np.empty_like(expert_at)
-    np.put_along_axis(rank_of, expert_at, ids.astype(np.int32)[None], axis=1)
+        places = _inverse(order)
+    expert_at = ascending(np.where(resident, ids, num_experts + places)).astype(np.int32)
+    rank_of = _inverse(expert_at).astype(np.int32)
     return Ranking(rank_of, expert_at, tuple(resident.sum(axis=1).tolist()))
+
+
+def ascending(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Per row, the places of its keys from the least one up; equal ones as they stand.
+
+    A sort of numbers that hold key and place: several times faster than an argsort.
+
+    Args:
+        keys: at least 0, below 2^43, [L, E] with E below 2^20.
+    """
+    places = np.int64(1) << 20
+    both = keys * places + np.arange(keys.shape[1])
+    both.sort(axis=1)
+    found: NDArray[np.int64] = both & (places - 1)
+    return found
+
+
+def _inverse(order: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Per row, the place of each number."""
+    places = np.empty(order.shape, np.int64)
+    np.put_along_axis(places, order, np.arange(order.shape[1])[None], axis=1)
+    return places
+
+
+def _permutes(order: NDArray[np.integer]) -> bool:
+    """Whether every row has each number below its length once."""
+    if ((order < 0) | (order >= order.shape[1])).any():
+        return False
+    is_there = np.zeros(order.shape, np.bool_)
+    np.put_along_axis(is_there, order, True, axis=1)
+    return bool(is_there.all())
 
 
 class EntryList:
@@ -149,6 +178,24 @@ class EntryList:
         self.is_complete = len(self.starts) > self.num_layers
         return range(start, stop)
 
+    def add_streamed(self, ranking: Ranking, staged: NDArray[np.bool_] | None) -> None:
+        """Append every layer's experts that are not resident, to an empty list."""
+        ids = np.arange(ranking.num_experts)
+        is_streamed = ids >= np.array(ranking.num_resident).reshape(-1, 1)
+        layers, ranks = np.nonzero(is_streamed)
+        experts = ranking.expert_at[is_streamed]
+        self.layers, self.ranks, self.experts = layers.tolist(), ranks.tolist(), experts.tolist()
+        if staged is None:
+            self.jobs = [FROM_ARENA] * len(ranks)
+        else:
+            needs_job = staged[layers, experts]
+            self.num_jobs = int(needs_job.sum())
+            self.jobs = np.where(needs_job, np.cumsum(needs_job) - 1, FROM_ARENA).tolist()
+        counts = ranking.num_experts - np.array(ranking.num_resident)
+        self.starts = [0, *np.cumsum(counts).tolist()]
+        self.count = len(ranks)
+        self.is_complete = True
+
 
 def list_entries(ranking: Ranking, staged: NDArray[np.bool_] | None = None) -> EntryList:
     """The copies of every expert that is not resident, layers ascending, ranks ascending.
@@ -158,9 +205,7 @@ def list_entries(ranking: Ranking, staged: NDArray[np.bool_] | None = None) -> E
         staged: experts whose bytes come through a stager, [L, E]; None: no expert's do.
     """
     entries = EntryList(ranking.num_layers)
-    for layer, first in enumerate(ranking.num_resident):
-        ranks = np.arange(first, ranking.num_experts)
-        entries.add_layer(ranking, ranks, None if staged is None else staged[layer])
+    entries.add_streamed(ranking, staged)
     return entries
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.experts.entries import ascending
 from strata_cli.errors import ShapeError
 
 LIKELY_TOKENS = 16.0  # expected: of the experts of another text's prompt 87 % or more are routed
@@ -30,13 +31,20 @@ def by_score(scores: NDArray[np.float32], *, finest: int = 0) -> NDArray[np.int6
     """
     if scores.ndim != 2 or finest < 0:
         raise ShapeError(f"cannot order {scores.shape} scores in {finest} classes")
-    order = np.argsort(-scores, axis=1, kind="stable")
-    if not finest:
-        return order
+    order = ascending(_falling(scores))
     num_experts = scores.shape[1]
-    places = np.argsort(order, axis=1)
-    classes = places * min(finest, num_experts) // max(num_experts, 1)
-    return np.argsort(classes, axis=1, kind="stable")
+    num_classes = min(finest, num_experts)
+    for number in range(num_classes):
+        first, last = (-(-n * num_experts // num_classes) for n in (number, number + 1))
+        order[:, first:last].sort(axis=1)
+    return order
+
+
+def _falling(scores: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Numbers that fall as scores of at least 0 rise: their bits do as they do."""
+    bits = np.ascontiguousarray(scores + np.float32(0), np.float32).view(np.int32)
+    falling: NDArray[np.int64] = np.int64(0x7FFFFFFF) - bits
+    return falling
 
 
 def expected_use(
