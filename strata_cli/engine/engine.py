@@ -474,6 +474,10 @@ class Engine:
 
     def _step_streamed(self, pieces: list[Piece]) -> Iterator[NDArray[np.float32]]:
         """A step of experts that are in no memory that a recorded pass could find them in."""
+        residency, streamer = self._residency, self._streamer
+        assert residency is not None
+        assert streamer is not None
+        residency.begin(len(pieces))
         rows = read_mixed(
             self._forward,
             self._port,
