@@ -39,6 +39,13 @@ from strata_cli.engine.forward.workspace import Workspace
 from strata_cli.engine.kernels import attention as attention_kernels
 from strata_cli.engine.kernels import gdn as gdn_kernels
 from strata_cli.engine.kernels import hyper, indexer, moe, ngram, rope
+from strata_cli.engine.kernels.attention_inputs import (
+    HeadRows,
+    IndexRows,
+    KeyRows,
+    attention_inputs,
+    can_take_inputs,
+)
 from strata_cli.engine.kernels.combine_write import (
     can_write_few,
     combine_write_norm,
@@ -338,24 +345,32 @@ class Forward:
                 Product(weights.indexer.k, keys),
             ]
         matmul_several(stream, y, products, rounded)
-        rope.head_norm_rope(stream, q_gate, weights.q_norm, table, positions, eps, q)
-        rope.head_norm_rope(stream, k_raw, weights.k_norm, table, positions, eps, k)
-        if ratio:
-            queries, norm = take("index_q", num), weights.indexer.q_norm
-            rope.head_norm_rope(stream, raw, norm, table, positions, eps, queries)
+        is_together = can_take_inputs(
+            stream, num, self.spec.head_dim, self.spec.indexer_head_dim if ratio else 0
+        )
+        if not is_together:
+            rope.head_norm_rope(stream, q_gate, weights.q_norm, table, positions, eps, q)
+            rope.head_norm_rope(stream, k_raw, weights.k_norm, table, positions, eps, k)
+            if ratio:
+                queries, norm = take("index_q", num), weights.indexer.q_norm
+                rope.head_norm_rope(stream, raw, norm, table, positions, eps, queries)
         attended, out = take("attended", num), take("out", num)
         for segment in batch.segments:
             state = segment.state.layers[index]
             assert isinstance(state, AttentionState)
             part = slice(segment.start, segment.stop)
             own = _rows(positions, part)
-            attention_kernels.store_kv(
-                stream, _rows(k, part), _rows(v, part), own, state.keys, state.values
-            )
+            if is_together:
+                self._take_inputs(weights, ratio, state, part)
+            else:
+                attention_kernels.store_kv(
+                    stream, _rows(k, part), _rows(v, part), own, state.keys, state.values
+                )
+                self._keep_index_keys(weights.indexer, ratio, state, part)
             # A step may be recorded and replayed at later positions; others see how far they go.
             rows = part.stop - part.start
             seen = state.keys.shape[0] if rows == 1 else segment.state.position + rows
-            selected, num_selected = self._select(weights.indexer, ratio, state, part, own)
+            selected, num_selected = self._select(ratio, state, part)
             attention_kernels.attend(
                 stream,
                 _rows(q, part),
@@ -372,38 +387,69 @@ class Forward:
         matmul(stream, attended, weights.out, out, self._rounded(attended))
         return out
 
-    def _select(
-        self,
-        weights: IndexerWeights,
-        ratio: int,
-        state: AttentionState,
-        part: slice,
-        positions: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        num = positions.shape[0]
+    def _take_inputs(
+        self, weights: AttentionWeights, ratio: int, state: AttentionState, part: slice
+    ) -> None:
+        """Enqueue what precedes a segment's selection and attention, in one launch."""
+
+        def rows(name: str) -> Tensor:
+            return _rows(self.workspace.take(name, part.stop), part)
+
+        index, indexer = None, weights.indexer
+        if ratio:
+            index = IndexRows(
+                HeadRows(rows("index_q_raw"), indexer.q_norm, rows("index_q")),
+                rows("index_k"),
+                indexer.k_norm,
+                state.index_keys,
+                state.pooled,
+                ratio,
+            )
+        attention_inputs(
+            self.stream,
+            HeadRows(rows("q_gate"), weights.q_norm, rows("q")),
+            KeyRows(rows("k_raw"), weights.k_norm, rows("v"), state.keys, state.values),
+            index,
+            self.weights.rope,
+            rows("positions"),
+            self.spec.rms_eps,
+        )
+
+    def _keep_index_keys(
+        self, weights: IndexerWeights, ratio: int, state: AttentionState, part: slice
+    ) -> None:
+        """Enqueue the indexer's keys of a segment, and those of the blocks that it completes."""
+        if not ratio:
+            return
+        positions, keys = (
+            _rows(self.workspace.take(name, part.stop), part) for name in ("positions", "index_k")
+        )
+        attention_kernels.store_rows(self.stream, keys, positions, state.index_keys)
+        indexer.pool_index_blocks(
+            self.stream,
+            state.index_keys,
+            positions,
+            ratio,
+            weights.k_norm,
+            self.weights.rope,
+            self.spec.rms_eps,
+            state.pooled,
+        )
+
+    def _select(self, ratio: int, state: AttentionState, part: slice) -> tuple[Tensor, Tensor]:
+        num, take = part.stop - part.start, self.workspace.take
         budget = self.spec.indexer_budget_tokens // ratio if ratio else 1
         selected = self.workspace.take_shaped("selected", num, budget)
-        num_selected = self.workspace.take("num_selected", num)
+        num_selected = take("num_selected", num)
         if ratio:
-            take, stream = self.workspace.take, self.stream
-            keys = take("index_k", part.stop).rows(part.start, part.stop)
-            queries = take("index_q", part.stop).rows(part.start, part.stop)
-            attention_kernels.store_rows(stream, keys, positions, state.index_keys)
-            indexer.pool_index_blocks(
-                stream,
-                state.index_keys,
-                positions,
-                ratio,
-                weights.k_norm,
-                self.weights.rope,
-                self.spec.rms_eps,
-                state.pooled,
+            queries, positions = (
+                _rows(take(name, part.stop), part) for name in ("index_q", "positions")
             )
             blocks = state.pooled.shape[0]
             rows = min(num, self.workspace.take_all("block_scores").size // max(blocks, 1))
             scores = self.workspace.take_shaped("block_scores", rows, blocks)
             indexer.select_blocks(
-                stream, queries, state.pooled, positions, ratio, scores, selected, num_selected
+                self.stream, queries, state.pooled, positions, ratio, scores, selected, num_selected
             )
         return selected, num_selected
 
