@@ -20,7 +20,8 @@ class ProfileLearner:
     """Adds use to a profile, and keeps it in a file. Used from one thread.
 
     Saving at an interval happens on a thread of its own, for a disk may take long; a file that
-    cannot be written is a warning, for the run goes on.
+    cannot be written is a warning, for the run goes on. What such a save had is saved with the next
+    one, at the latest at the end.
 
     Args:
         path: of the file, which is replaced whole or not at all.
@@ -36,6 +37,7 @@ class ProfileLearner:
         self._is_new = False
         self._saved_at = time.monotonic()
         self._saving: threading.Thread | None = None
+        self._has_failed = False  # written by the thread that saves; one at a time
 
     @property
     def profile(self) -> ExpertProfile:
@@ -57,7 +59,7 @@ class ProfileLearner:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.join()
-        if self._is_new:
+        if self._is_new or self._has_failed:
             self._is_new = False
             self._save(self.profile)
 
@@ -77,6 +79,8 @@ class ProfileLearner:
         try:
             save_profile(self._path, profile)
         except ConfigError as error:
+            self._has_failed = True
             logger.warning("%s", error.message)
         else:
+            self._has_failed = False
             logger.info("use of experts kept in %s", self._path)

@@ -15,11 +15,12 @@ from strata_cli.engine.decode.residency import Residency
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, EngineOptions, Part, Sequence
 from strata_cli.engine.experts.adapting import AdaptRules
-from strata_cli.engine.experts.profile import load_profile
+from strata_cli.engine.experts.profile import even_profile, load_profile
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.experts.resident import ExpertMatrices
 from strata_cli.engine.forward.fetching import Fetcher
 from strata_cli.engine.kernels.fetch import MOST_AHEAD
+from strata_cli.engine.learning import ProfileLearner
 from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.engine.trace import Event, Trace
 from strata_cli.errors import DeviceError
@@ -424,6 +425,20 @@ class TestLearning:
         with Engine.open(self.options(path, file)) as engine, engine.sequence() as sequence:
             answer(sequence)
         assert "cannot be written" in caplog.text
+
+    def test_what_an_interval_could_not_save_is_saved_at_the_end(
+        self, path: Path, tmp_path: Path
+    ) -> None:
+        """Although nothing new came since."""
+        file = tmp_path / "later" / "learned.npz"
+        with load_model_file(path) as model:
+            learner = ProfileLearner(file, even_profile(model), every_s=1e-6)
+        learner.add_pairs(np.array([3, 5]))
+        assert learner._saving is not None
+        learner._saving.join()
+        file.parent.mkdir()
+        learner.close()
+        assert np.flatnonzero(self.use(path, file)).tolist() == [3, 5]
 
     def use(self, path: Path, file: Path) -> np.ndarray[Any, Any]:
         with load_model_file(path) as model:
