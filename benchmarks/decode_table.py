@@ -9,6 +9,10 @@ that stay in their slots and with ones that follow what is used. A step can be n
 slowest of three, all at rates measured in the same run: the device's memory gives the weights, the
 experts in slots and the running state; the link carries the experts that are not; the host computes
 its share out of its own memory. The table has that roofline and the share of it that was reached.
+
+It supposes that all three work all the time. But layers come in turn, and what a layer misses is
+known when it is routed: only what was foreseen can come while something else is computed. Without
+foresight no step is faster than memory and link after each other, the bound "in turn".
 """
 
 from __future__ import annotations
@@ -65,6 +69,13 @@ class Traffic(NamedTuple):
             (self.link + self.ram) / rates.ram,
         )
 
+    def seconds_in_turn(self, rates: Rates) -> float:
+        """Of a step that knows what it misses when it is routed, and computes when that is there.
+
+        What the host computes may go on beside the link.
+        """
+        return self.memory / rates.memory + max(self.link / rates.link, self.ram / rates.ram)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -80,6 +91,7 @@ class Row:
         memory_mb, link_mb, ram_mb: that a token needs.
         roofline: tokens per second that the rates allow for that traffic.
         share: tokens_per_s of it.
+        in_turn: tokens per second where memory and link work one after the other.
     """
 
     case: str
@@ -101,6 +113,7 @@ class Row:
     ram_mb: float
     roofline: float
     share: float
+    in_turn: float
 
     def line(self) -> str:
         parts = " ".join(f"{hit:4.0%}" for hit in self.hit_by_part)
@@ -110,7 +123,7 @@ class Row:
             f"{self.pcie:7.1%}{self.cpu:7.1%}{self.dropped:7.1%}{self.swaps:7}"
             f"{self.tokens_per_s:9.1f} ({self.least:.1f} to {self.most:.1f})"
             f"{self.memory_mb:9.1f}{self.link_mb:8.1f}{self.ram_mb:8.1f}"
-            f"{self.roofline:10.1f}{self.share:7.1%}"
+            f"{self.roofline:10.1f}{self.share:7.1%}{self.in_turn:9.1f}"
         )
 
 
@@ -118,7 +131,7 @@ HEADER = (
     f"{'case':<10}{'slots':>6}{'skip':>5}{'frac':>6}  {'hits':>6} ({'by quarter':^19})"
     f"{'PCIe':>7}{'CPU':>7}"
     f"{'left':>7}{'swaps':>7}{'tokens/s':>9} (least to most)"
-    f"{'memory':>9}{'link':>8}{'RAM MB':>8}{'roofline':>10}{'share':>7}"
+    f"{'memory':>9}{'link':>8}{'RAM MB':>8}{'roofline':>10}{'share':>7}{'in turn':>9}"
 )
 
 
@@ -239,6 +252,7 @@ def row_of(
         ram_mb=traffic.ram / 1e6,
         roofline=roofline,
         share=per_s / roofline,
+        in_turn=1 / traffic.seconds_in_turn(rates),
     )
 
 
