@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,31 @@ def test_what_does_not_fit_is_told_part_by_part_before_anything_is_allocated(
     assert "--max-context" in caught.value.hint
     assert not device.given
     assert not device.pinned_bytes
+
+
+def test_contexts_that_do_not_fit_the_host_together_are_told_before_one_is_used(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    """Each by itself would be given: memory is only taken when it is written to."""
+
+    def open_with(free_bytes: int, **more: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(HostDevice, "memory", lambda _: MemoryInfo(free_bytes, 1 << 40))
+            options = EngineOptions(model=model, device="host", max_context=300)
+            Engine.open(replace(options, compile_ahead=False, **more)).close()
+
+    with HostDevice() as host, load_model_file(model) as file:
+        one, three = (
+            plan_model(file, host, host.stream("x"), Wishes(300, num_sequences=count))
+            for count in (1, 3)
+        )
+    assert one.host_bytes < three.host_bytes
+    open_with(one.host_bytes)
+    with pytest.raises(OutOfMemory, match="3 contexts of 300 tokens") as caught:
+        open_with(three.host_bytes - 1, num_sequences=3)
+    assert "--parallel, --max-context" in caught.value.hint
+    with pytest.raises(OutOfMemory, match=r"besides the file \(experts "):
+        open_with(one.host_bytes, expert_cache=4)
 
 
 def test_the_table_is_mapped_when_it_does_not_fit_beside_the_rest(

@@ -92,6 +92,12 @@ class Plan:
         """All that the device must have."""
         return self.outline.needs.device + (self.cache.nbytes if self.cache else 0)
 
+    @property
+    def host_bytes(self) -> int:
+        """All that the host must have where it computes itself: weights are used in the file."""
+        cache = self.cache.nbytes + self.cache.pinned_bytes if self.cache else 0
+        return self.outline.needs.device - self.outline.needs.weights + cache
+
 
 def plan_model(model: ModelFile, device: Device, stream: Stream, wishes: Wishes) -> Plan:
     """The largest chunk that fits, with as much as possible in the device's own memory.
@@ -165,9 +171,10 @@ def _plan_cache(model: ModelFile, device: Device, outline: Outline, wishes: Wish
 
 
 def _fits(plan: Plan, device: Device, *, is_chunk_chosen: bool) -> bool:
-    if not device.has_own_memory:
-        return True
     free_bytes, needs = device.memory().free_bytes, plan.outline.needs
+    if not device.has_own_memory:
+        # Memory that nothing is written to yet is still free to whoever asks: only the sum tells.
+        return plan.host_bytes <= free_bytes
     share = WORKSPACE_SHARE if plan.cache is None else STREAMED_SHARE
     is_modest = (
         is_chunk_chosen
@@ -192,15 +199,21 @@ def _does_not_fit(model: ModelFile, device: Device, plan: Plan) -> OutOfMemory:
     free_bytes, total_bytes = device.memory()
     needs, sizes, cache = plan.outline.needs, plan.sizes, plan.cache
     many = "--parallel, " if sizes.num_sequences > 1 else ""
-    cached = f"expert cache and ring {gib(cache.nbytes)}, " if cache else ""
+    hint = f"lower {many}--max-context or --prefill"
+    if device.has_own_memory:
+        need = f"need {gib(plan.device_bytes)} (weights {gib(needs.weights)}, "
+        cached = f"expert cache and ring {gib(cache.nbytes)}, " if cache else ""
+        hint += ", raise --vram-bytes, close other GPU programs, or --device host"
+    else:
+        need = f"need {gib(plan.host_bytes)} besides the file ("
+        cached = f"experts {gib(cache.nbytes + cache.pinned_bytes)}, " if cache else ""
+        hint += ", or close other programs"
     return OutOfMemory(
-        f"{model.spec.name or 'the model'} does not fit on {device.name}: "
-        f"need {gib(plan.device_bytes)} (weights {gib(needs.weights)}, {cached}"
+        f"{model.spec.name or 'the model'} does not fit on {device.name}: {need}{cached}"
         f"{_contexts(sizes)} {gib(sizes.num_sequences * needs.state)}, "
         f"prompt chunks of {sizes.chunk_tokens} tokens {gib(needs.workspace)}), "
         f"free {gib(free_bytes)} of {gib(total_bytes)}",
-        hint=f"lower {many}--max-context or --prefill, raise --vram-bytes, close other GPU "
-        "programs, or --device host",
+        hint=hint,
     )
 
 
