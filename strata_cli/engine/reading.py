@@ -6,6 +6,7 @@ and any other sampling rule.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,8 @@ from strata_cli.engine.kernels.head import log_softmax_row, top_k
 from strata_cli.engine.prefill.chunks import Wanted
 from strata_cli.engine.session import Session
 from strata_cli.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -304,14 +307,21 @@ def _generate(
         generated.append(token_id)
         if on_token is not None:
             on_token(token_id)
-        if is_stuck(generated) or index + 1 == request.max_tokens:
+        if index + 1 == request.max_tokens or ends_stuck(generated):
             break
         cancellation.check()
         logits = sequence.step(token_id)
     return generated, "length", len(generated)
 
 
-def is_stuck(generated: list[int]) -> bool:
-    """Whether an answer is so many equal tokens at its end that no other will come."""
+def ends_stuck(generated: list[int]) -> bool:
+    """Whether an answer is so many equal tokens at its end that no other will come; logs that."""
     tail = generated[-REPEAT_LIMIT:]
-    return len(tail) == REPEAT_LIMIT and len(set(tail)) == 1
+    is_stuck = len(tail) == REPEAT_LIMIT and len(set(tail)) == 1
+    if is_stuck:
+        logger.warning(
+            "an answer was ended after %d tokens: its last %d are one and the same",
+            len(generated),
+            REPEAT_LIMIT,
+        )
+    return is_stuck

@@ -14,7 +14,7 @@ from strata_cli.engine.cancelling import Cancellation
 from strata_cli.engine.decode.sampling import choose
 from strata_cli.engine.engine import Engine, Part, Sequence
 from strata_cli.engine.prompt_reading import PromptReading
-from strata_cli.engine.reading import is_canonical, is_stuck, next_token_logprobs
+from strata_cli.engine.reading import ends_stuck, is_canonical, next_token_logprobs
 from strata_cli.engine.session import Session
 from strata_cli.errors import InputError
 from strata_cli.server.constraint import Constraint, MadeConstraint
@@ -302,7 +302,7 @@ class GenerateJob(Job):
         return both
 
     def _is_stuck(self) -> bool:
-        return not self.request.ignore_eos and is_stuck(self.generated)
+        return not self.request.ignore_eos and ends_stuck(self.generated)
 
     def _token(self, logits: Floats, token_id: int, *, ends: bool) -> Token:
         request, index = self.request, len(self.generated) - 1

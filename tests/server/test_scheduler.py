@@ -350,13 +350,15 @@ def test_ends_of_an_answer(open_desk: OpenDesk, engine: Engine) -> None:
         assert [token.ends for token in desk.of(name, Token)] == [finish == "stop"] * count
 
 
-def test_an_answer_of_one_token_for_ever_ends(
-    open_desk: OpenDesk, monkeypatch: pytest.MonkeyPatch
+def test_an_answer_of_one_token_for_ever_ends_and_is_logged(
+    open_desk: OpenDesk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reading, "REPEAT_LIMIT", 20)
     desk = open_desk()
     desk.run(named("a", Generate(prompt=TEXT[:9], max_tokens=400, allowed_ids=(77,))))
     assert (desk.done("a").finish_reason, desk.done("a").generated_tokens) == ("length", 20)
+    (record,) = caplog.records
+    assert record.message == "an answer was ended after 20 tokens: its last 20 are one and the same"
 
 
 class Spelling:
