@@ -25,7 +25,7 @@ from strata_cli.engine.decode.sampling import Sampler
 from strata_cli.errors import ConfigError, InputError, ModelError, StrataError
 from strata_cli.server.engine_errors import EngineGone
 from strata_cli.server.engine_process import EngineProcess
-from strata_cli.server.protocol import Generate, Open, Progress, Score, Started, Token
+from strata_cli.server.protocol import Done, Generate, Open, Progress, Score, Started, Token
 from strata_cli.server.worker import EngineWorker
 from strata_cli.server.worker_channel import Channel
 from tests.server.asking import answer, ask, with_engine
@@ -50,8 +50,18 @@ def canonical(ids: tuple[int, ...], **more: Any) -> Generate:
 
 async def scores(engine: EngineProcess, request: Generate) -> tuple[object, ...]:
     """All the numbers of a one-token read."""
-    (token,) = (event for event in await ask(engine, request) if isinstance(event, Token))
-    return token.logprob, token.top, token.named
+    return (await scores_and_reuse(engine, request))[0]
+
+
+async def scores_and_reuse(
+    engine: EngineProcess, request: Generate
+) -> tuple[tuple[object, ...], int]:
+    """The same, and how many tokens of its prompt were known."""
+    events = await ask(engine, request)
+    (token,) = (event for event in events if isinstance(event, Token))
+    done = events[-1]
+    assert isinstance(done, Done)
+    return (token.logprob, token.top, token.named), done.reused_tokens
 
 
 def printed(capsys: pytest.CaptureFixture[str], ids: tuple[int, ...]) -> tuple[Any, ...]:
@@ -98,6 +108,23 @@ def test_canonical_reads_are_those_of_strata_read_whatever_goes_on(
         assert engine.starts == 2
 
     with_engine(engine(), body)
+
+
+def test_cold_and_warm_reads_are_equal_and_warm_ones_are_warm() -> None:
+    async def body(engine: EngineProcess) -> None:
+        request = canonical(READS[1])
+        for _ in range(2):
+            cold, none = await scores_and_reuse(engine, request)
+            warm, some = await scores_and_reuse(engine, request)
+            anew, again = await scores_and_reuse(
+                engine, msgspec.structs.replace(request, reuse=False)
+            )
+            assert (none, again) == (0, 0)
+            assert some > len(READS[1]) // 2
+            assert cold == warm == anew
+            await engine.unload()
+
+    with_engine(engine(parallel=1), body)
 
 
 def test_a_killed_worker_fails_what_runs_and_is_replaced() -> None:
