@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Self
@@ -18,6 +19,8 @@ from strata_cli.engine.experts.stager import JobList, Stager, StagerSize
 from strata_cli.engine.experts.streaming import Blobs
 from strata_cli.engine.experts.uploading import Uploader
 from strata_cli.engine.model.tensors import ModelFile
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_STAGER = StagerSize()
 
@@ -125,6 +128,7 @@ class ExpertStore:
             cache.fill(even_profile(model).ranking() if ranking is None else ranking)
             if device.has_own_memory:
                 uploader.probe()
+                logger.info("experts: copies from host memory at %.1f GB/s", uploader.link_gbps)
             store = cls(layouts, copies, arena, stager, cache, uploader)
             store._resources = undo.pop_all()
             return store
