@@ -15,6 +15,10 @@ __device__ inline void team_barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// Waits for all threads of the block. Unlike __syncthreads, warps with different tasks may call it
+// at different places.
+__device__ inline void block_barrier() { team_barrier(0, blockDim.x); }
+
 #if BULK
 __device__ inline unsigned shared_address(const void *shared) {
     return static_cast<unsigned>(__cvta_generic_to_shared(shared));

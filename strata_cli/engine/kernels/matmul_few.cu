@@ -483,6 +483,7 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
         }
         publish_gates();
     }
+    __syncwarp();  // every lane uses the gates
     const int own_tiles = (work.tiles - static_cast<int>(blockIdx.y) + gridDim.y - 1) / gridDim.y;
     const int stages = own_tiles * layout.parts;
     bool is_first = true;
@@ -496,7 +497,7 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
             const int uses = __shfl_sync(ALL_LANES, place.uses, i * ROWS);
             if (uses > 0 && is_first) {
                 is_first = false;
-                __syncthreads();
+                block_barrier();
             }
             if (uses > 0) pass_gate(shared.empty + slot, uses + 1 & 1);
             if (own == i)
@@ -505,7 +506,7 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
             __syncwarp();
         }
     }
-    if (is_first) __syncthreads();
+    if (is_first) block_barrier();
     let_next_start();
 }
 #endif
@@ -521,7 +522,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
 #if BULK
         copy_stages(work, shared, team);
 #else
-        __syncthreads();
+        block_barrier();
         let_next_start();
 #endif
         return;
@@ -529,7 +530,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
     Shared<ROWS, Kinds...>::Book::load(shared.book, 32 * warps);
     wait_for_launches_ahead();  // weights may come earlier: no launch writes them
     load_activations<Kinds...>(shared.planes, x, work.cols, columns, gate, warps);
-    __syncthreads();
+    block_barrier();
     make_tiles(work, shared, columns, team);
 }
 
