@@ -8,6 +8,7 @@
 #include "thin.cuh"
 
 constexpr int WARPS = 4;
+constexpr int STEPS = 8;  // whose loads are on their way together: a slice of 256 columns
 
 // stream_mix_inject: blocks of the first kind mix 4 * block columns of a token; those of the other
 // make four slices of eight tokens' products, a warp each
@@ -22,11 +23,11 @@ __global__ void stream_mix_inject(const float *gate, const float *normed, const 
                                   long long slice_cols) {
     const int width = num_streams * size, slice = slice_cols, tokens = num_tokens, rows = num_rows;
     const int slices = (width + slice - 1) / slice, slice_blocks = (slices + WARPS - 1) / WARPS;
-    const int per_token = (size + 4 * blockDim.x - 1) / (4 * blockDim.x);
+    const int per_token = (static_cast<int>(size) + 4 * blockDim.x - 1) / (4 * blockDim.x);
     const int block = static_cast<int>(blockIdx.x) - per_token * tokens;
     if (block < 0) {
         start_early();
-        const long long token = blockIdx.x / per_token;
+        const int token = static_cast<int>(blockIdx.x) / per_token;
         const long long first = 4 * (blockIdx.x % per_token * blockDim.x + threadIdx.x);
         if (first < size)
             mix_columns(gate + token * width, normed + token * width, out + token * size, nullptr,
@@ -37,12 +38,19 @@ __global__ void stream_mix_inject(const float *gate, const float *normed, const 
     const int own = block % slice_blocks * WARPS + static_cast<int>(threadIdx.x) / 32;
     const int first_token = block / slice_blocks * 8;
     const ThinRows all = {weights, rows, width, slice};
-    if (own < slices) all.fetch_slice_ahead(own);
+    int step = all.first_step(own);
+    const int stop = all.first_step(own + 1);
+    Eight w[STEPS];  // of the first steps: they do not depend on the launches ahead
+    all.load_weights<LANE>(w, step, stop);
     wait_for_launches_ahead();
     if (own >= slices) return;
     const float *x[1] = {all.row(normed, first_token, tokens)};
     float sums[1][4] = {};
-    all.multiply_slice<LANE>(sums, x, own);
+    for (;;) {
+        all.multiply_steps<LANE>(sums, w, x, step, stop);
+        if ((step += STEPS) >= stop) break;
+        all.load_weights<LANE>(w, step, stop);
+    }
     const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
     for (int i = 0; i < 2 && g < rows; i++) {
         const int token = first_token + 2 * t + i;

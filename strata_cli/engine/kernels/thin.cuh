@@ -48,47 +48,60 @@ struct ThinRows {
         return x + static_cast<long long>(min(first + g, count - 1)) * cols;
     }
 
-    // Brings the slice's weights into the L2 cache.
-    __device__ void fetch_slice_ahead(int own) const {
-        const int first = own * slice, count = min(slice, cols - first), lane = threadIdx.x & 31;
-        for (int row = 0; row < rows; row++)
-            for (int k = 32 * lane; k < count; k += 32 * 32)
-                fetch_ahead(weights + static_cast<long long>(row) * cols + first + k);
+    // First step of a slice, or of the next one, which may be behind the last.
+    __device__ int first_step(int own) const {
+        return own * slice < cols ? own * slice / 32 : (cols + 31) / 32;
     }
 
-    // Adds the products of a slice, for GROUPS times eight rows of activations.
+    // The lane's weights of AT_ONCE steps; zeros from step `stop` on.
+    template <int LANE, int AT_ONCE>
+    __device__ void load_weights(Eight (&w)[AT_ONCE], int step, int stop) const {
+        const float *own = row(weights, 0, rows);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            w[i].load(own, Rows<F32, LANE>::k_of(step + i, threadIdx.x & 3),
+                      step + i < stop ? cols : 0);
+    }
+
+    // Adds the products of steps whose weights are there, for GROUPS times eight rows of
+    // activations.
+    template <int LANE, int AT_ONCE, int GROUPS>
+    __device__ void multiply_steps(float (&sums)[GROUPS][4], const Eight (&w)[AT_ONCE],
+                                   const float *const (&x)[GROUPS], int step, int stop) const {
+        Eight v[AT_ONCE][GROUPS];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+            for (int n = 0; n < GROUPS; n++)
+                v[i][n].load(x[n], Rows<F32, LANE>::k_of(step + i, threadIdx.x & 3),
+                             step + i < stop ? cols : 0);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (step + i >= stop) break;
+            const ThinSplit a(w[i], GAIN<F32>);
+#pragma unroll
+            for (int n = 0; n < GROUPS; n++) {
+                const ThinSplit b(v[i][n], 1.0f);
+#pragma unroll
+                for (int j = 0; j < 4; j += 2) {
+                    multiply(sums[n], a.high[j], 0, a.high[j + 1], 0, b.high[j], b.high[j + 1]);
+                    multiply(sums[n], a.high[j], 0, a.high[j + 1], 0, b.rest[j], b.rest[j + 1]);
+                    multiply(sums[n], a.rest[j], 0, a.rest[j + 1], 0, b.high[j], b.high[j + 1]);
+                }
+            }
+        }
+    }
+
+    // Adds the products of a slice.
     template <int LANE, int GROUPS>
     __device__ void multiply_slice(float (&sums)[GROUPS][4], const float *const (&x)[GROUPS],
                                    int own) const {
-        using R = Rows<F32, LANE>;
-        const int t = threadIdx.x & 3;
-        const float *own_weights = row(weights, 0, rows);
-        const int first = own * slice / 32, stop = (min((own + 1) * slice, cols) + 31) / 32;
+        const int stop = first_step(own + 1);
 #pragma unroll 1
-        for (int step = first; step < stop; step += STEPS_AT_ONCE) {
-            Eight w[STEPS_AT_ONCE], v[STEPS_AT_ONCE][GROUPS];
-#pragma unroll
-            for (int i = 0; i < STEPS_AT_ONCE; i++) {
-                const int k = R::k_of(step + i, t), end = step + i < stop ? cols : 0;
-                w[i].load(own_weights, k, end);
-#pragma unroll
-                for (int n = 0; n < GROUPS; n++) v[i][n].load(x[n], k, end);
-            }
-#pragma unroll
-            for (int i = 0; i < STEPS_AT_ONCE; i++) {
-                if (step + i >= stop) break;
-                const ThinSplit a(w[i], GAIN<F32>);
-#pragma unroll
-                for (int n = 0; n < GROUPS; n++) {
-                    const ThinSplit b(v[i][n], 1.0f);
-#pragma unroll
-                    for (int j = 0; j < 4; j += 2) {
-                        multiply(sums[n], a.high[j], 0, a.high[j + 1], 0, b.high[j], b.high[j + 1]);
-                        multiply(sums[n], a.high[j], 0, a.high[j + 1], 0, b.rest[j], b.rest[j + 1]);
-                        multiply(sums[n], a.rest[j], 0, a.rest[j + 1], 0, b.high[j], b.high[j + 1]);
-                    }
-                }
-            }
+        for (int step = first_step(own); step < stop; step += STEPS_AT_ONCE) {
+            Eight w[STEPS_AT_ONCE];
+            load_weights<LANE>(w, step, stop);
+            multiply_steps<LANE>(sums, w, x, step, stop);
         }
     }
 };
