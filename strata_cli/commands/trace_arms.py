@@ -21,6 +21,7 @@ from strata_cli.config import (
     variable_of,
 )
 from strata_cli.engine.engine import Engine
+from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.measuring import identity, pairs
 from strata_cli.engine.measuring.identity import Fingerprint
 from strata_cli.engine.measuring.pairs import Comparison
@@ -84,7 +85,9 @@ class IdentityArm:
         value: of the switch.
         fingerprint: of what it computed.
         differs: fields that are not those of the first arm.
-        copied, skipped: experts; they may differ, since they depend on timing.
+        copied, skipped: experts of the prompt; they may differ, since they depend on timing.
+        routed, hits: experts that steps wanted, and those of them that were cached; 0 where all
+            experts stay put. They may differ, too.
     """
 
     name: str
@@ -93,6 +96,8 @@ class IdentityArm:
     differs: list[str]
     copied: int
     skipped: int
+    routed: int
+    hits: int
 
 
 def parse_switch(text: str) -> Switch:
@@ -158,7 +163,7 @@ def identity_arms(arms: Arms) -> list[IdentityArm]:
         for name, value in zip(identity.ARMS, values, strict=True):
             logger.info("%s: %s=%s", name, arms.switch.name, value)
             events: list[Event] = []
-            fingerprint = _fingerprint(arms, value, Path(folder) / "residual", events)
+            fingerprint, steps = _fingerprint(arms, value, Path(folder) / "residual", events)
             traffic = summarize(events).traffic
             first = done[0].fingerprint if done else fingerprint
             done.append(
@@ -169,19 +174,24 @@ def identity_arms(arms: Arms) -> list[IdentityArm]:
                     differs=identity.differences(first, fingerprint),
                     copied=traffic.copied,
                     skipped=traffic.skipped,
+                    routed=steps.routed,
+                    hits=steps.hits,
                 )
             )
     return done
 
 
-def _fingerprint(arms: Arms, value: str, dump: Path, events: list[Event]) -> Fingerprint:
+def _fingerprint(
+    arms: Arms, value: str, dump: Path, events: list[Event]
+) -> tuple[Fingerprint, ResidencyCounts]:
     config = replace(arms.config(value), prefill_dump_r=dump)
     sinks = (events.append,)
     with open_engine(config, will_chat=arms.will_chat, inputs=arms.inputs, sinks=sinks) as engine:
         request = replace(arms.request_of(engine, config), state_hash=True)
         with engine.sequence() as sequence:
             result = read(engine, sequence, read_before(sequence, request, arms.reuse))
-    return Fingerprint.of(result, len(request.ids), dump)
+    steps = result.residency or ResidencyCounts()
+    return Fingerprint.of(result, len(request.ids), dump), steps
 
 
 def timing_text(switch: Switch, comparisons: list[Comparison]) -> str:
@@ -215,12 +225,14 @@ def timing_json(switch: Switch, comparisons: list[Comparison]) -> Any:
 
 def identity_text(switch: Switch, arms: list[IdentityArm]) -> str:
     """The table of an identity check, and its verdict."""
-    lines = [f"{'arm':<12}{switch.name[:24]:<26}{'reply':<10}{'residual':<10}copied   skipped"]
+    head = f"{'arm':<12}{switch.name[:24]:<26}{'reply':<10}{'residual':<10}"
+    lines = [f"{head}{'copied':<9}{'skipped':<9}hits"]
     for arm in arms:
         fingerprint = arm.fingerprint
         lines.append(
             f"{arm.name:<12}{arm.value[:24]:<26}{fingerprint.reply_sha256[:8]:<10}"
-            f"{fingerprint.dump_sha256[:8]:<10}{arm.copied:<9}{arm.skipped}"
+            f"{fingerprint.dump_sha256[:8]:<10}{arm.copied:<9}{arm.skipped:<9}"
+            f"{arm.hits} of {arm.routed}"
         )
     lines += [f"{arm.name} differs in {', '.join(arm.differs)}" for arm in arms if arm.differs]
     return "\n".join([*lines, verdict(arms)])

@@ -113,7 +113,8 @@ def test_a_switch_that_changes_the_reply_fails_the_identity_check(
     args = [*prompt, "--ab", "temperature=0,9", "--identity", "--max-tokens=8"]
     assert run(strata, args) == 1
     text = capsys.readouterr().out
-    assert "\non differs in reply_sha256, state_hash" in text
+    assert "\non differs in reply_sha256, state_hash.gdn, " in text
+    assert "state_hash.L" not in text  # equally many tokens
     assert text.endswith("\nnot identical\n")
     result = arms_json(capsys, args, exit_code=1)
     assert result["is_identical"] is False
@@ -179,4 +180,5 @@ def test_streamed_prompts_pass_the_identity_check(
     result = arms_json(capsys, [*args, "--ab", switch, "--identity"])
     assert result["is_identical"] is True
     assert all(arm["copied"] > 0 for arm in result["arms"])
+    assert all(arm["routed"] >= arm["hits"] > 0 for arm in result["arms"])
     assert result["arms"][0]["fingerprint"]["prompt_tokens"] == 90

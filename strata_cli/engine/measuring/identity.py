@@ -58,9 +58,21 @@ class Fingerprint:
 
 
 def differences(base: Fingerprint, other: Fingerprint) -> list[str]:
-    """Names of the fields that differ, in order."""
-    names = [field.name for field in fields(Fingerprint)]
-    return [name for name in names if getattr(base, name) != getattr(other, name)]
+    """Names of the fields that differ, in order; of the state hash, those of its components."""
+    one, two = _named(base), _named(other)
+    return [name for name in one | two if one.get(name) != two.get(name)]
+
+
+def _named(fingerprint: Fingerprint) -> dict[str, object]:
+    named: dict[str, object] = {}
+    for field in fields(Fingerprint):
+        value = getattr(fingerprint, field.name)
+        if field.name == "state_hash":
+            parts = (part.partition("=") for part in value.split()[1:])
+            named |= {f"state_hash.{part}": hashed for part, _, hashed in parts}
+        else:
+            named[field.name] = value
+    return named
 
 
 def _sha256(values: NDArray[np.int64] | NDArray[np.float32]) -> str:
