@@ -1,14 +1,12 @@
 """Real clients of decisions against `strata serve`: their values are those of `strata decide`.
 
-    PYTHONPATH=. python benchmarks/decision_clients.py [--bin FOLDER] [--max-context N] [--times N]
-        [NAME ...]
+    PYTHONPATH=. python benchmarks/decision_clients.py [--bin FOLDER] [--max-context N] [NAME ...]
 
-Names: jevcompat, typesafe, nimble, openai, litellm, repeats; without one, all of them. "repeats"
-asks one question N times over every route, among chats and other questions, with the engine
-unloaded twice on the way, and compares. FOLDER is the bin of an environment with jevcompat,
-typesafe-sdk[zstd], bespokelabs-nimble, openai and litellm, which need not share ours. The embedded
-model is served; its context of 2,048 tokens is raised, since jevcompat asks for 255 described
-options, which have 5,242 tokens. Prints versions and what was found.
+Names: jevcompat, typesafe, nimble, openai, litellm; without one, all of them. FOLDER is the bin of
+an environment with jevcompat, typesafe-sdk[zstd], bespokelabs-nimble, openai and litellm, which
+need not share ours. The embedded model is served; its context of 2,048 tokens is raised, since
+jevcompat asks for 255 described options, which have 5,242 tokens. Prints versions and what was
+found.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -129,38 +125,6 @@ def values(name: str, server: Running, program: Callable[[str], str]) -> Any:
     return json.loads(found)
 
 
-def repeats(server: Running, times: int, expected: dict[str, float]) -> str:
-    """How many distinct values a decision has."""
-    null = dict.fromkeys(OPTIONS)
-    values = [{"value": option} for option in OPTIONS]
-
-    def ask(number: int) -> tuple[float, ...]:
-        if number % 25 == 0:
-            server.post("/v1/completions", prompt=f"{number} foxes", max_tokens=4)
-        if number % 3 == 0:
-            one = {"type": "choice", "instructions": SECTION, "criteria": null}
-            others = {f"o{number}": {"type": "noul", "instructions": f"Is it number {number}?"}}
-            asked = {**(others if number % 30 == 0 else {}), str(number): one}
-            body = server.post("/v1/systemone", state=STATE, questions=asked)
-            return tuple(body["answers"][str(number)]["probabilities"].values())
-        if number % 3 == 1:
-            one = {"type": "choice", "instructions": SECTION, "choices": values}
-            body = server.post("/v1/decisions", model="m", input=STATE, questions=[one])
-            return tuple(item["probability"] for item in body["answers"][0]["probabilities"])
-        body = server.post("/v1/decide", state=STATE, question=SECTION, options=OPTIONS)
-        return tuple(body["probs"].values())
-
-    found = set[tuple[float, ...]]()
-    started, third = time.perf_counter(), -(-times // 3)
-    for start in range(0, times, third):
-        with ThreadPoolExecutor(4) as pool:
-            found |= set(pool.map(ask, range(start, min(start + third, times))))
-        server.post("/v1/unload")
-    seconds = time.perf_counter() - started
-    assert found == {tuple(expected.values())}, found
-    return f"{times} decisions in {seconds:.0f} s: {len(found)} distinct value, strata decide's"
-
-
 def decided(model: Path) -> dict[str, Any]:
     """What `strata decide` says about the same."""
     questions = {
@@ -194,7 +158,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bin", type=Path)
     parser.add_argument("--max-context", type=int, default=8192)
-    parser.add_argument("--times", type=int, default=1000)
     parser.add_argument("names", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
 
@@ -208,10 +171,7 @@ def main() -> int:
         expected = decided(model)
         context = ("--max-context", str(arguments.max_context))
         with serving("--model", str(model), *context, "--parallel", "2") as server:
-            for name in arguments.names or [*CODE, "repeats", "jevcompat"]:
-                if name == "repeats":
-                    print(repeats(server, arguments.times, expected["choice"]))
-                    continue
+            for name in arguments.names or [*CODE, "jevcompat"]:
                 if name == "jevcompat":
                     print(jevcompat(server, program))
                     continue
