@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -59,13 +61,19 @@ class Scene:
             lab.put(np.zeros(AHEAD_WORDS, np.int32)), lab.empty((3, self.stride), np.uint8)
         )
 
-    def bring(self, logits: NDArray[np.float32]) -> list[int]:
-        """Bring what a router of these logits [T, E] might choose; returns what should come."""
+    def bring(self, logits: NDArray[np.float32], before: Sequence[int] = ()) -> list[int]:
+        """Bring what a router of these logits [T, E] might choose; returns what should come.
+
+        Args:
+            logits: see above.
+            before: experts that were used before.
+        """
         may_come = (self.addresses != 0) & ~self.is_cached
-        addresses, operand = self.lab.put(self.addresses), self.lab.put(logits)
-        num_bytes = self.blob_bytes
-        bring_ahead(self.lab.stream, operand, addresses, self.cached, self.ahead, num_bytes)
-        chosen = BRING_AHEAD.reference(logits, may_come, self.ahead.slots.shape[0])
+        used = np.array([*before, -1], np.int32)
+        tables = self.lab.put(used), self.lab.put(self.addresses)
+        operands = (self.lab.put(logits), *tables, self.cached, self.ahead, self.blob_bytes)
+        bring_ahead(self.lab.stream, *operands)
+        chosen = BRING_AHEAD.reference(logits, used, may_come, self.ahead.slots.shape[0])
         return [int(expert) for expert in chosen]
 
     def fetch(
@@ -165,6 +173,14 @@ def test_equal_logits_come_by_id_and_no_more_than_there_are(lab: Lab) -> None:
     come = scene.bring(np.zeros((1, 4), np.float32))
     assert come == [1, 2]
     scene.fetch(np.ones(4, np.int32), come)
+
+
+def test_experts_that_were_used_before_are_likelier(lab: Lab) -> None:
+    scene = Scene(lab, 500, np.zeros(6, np.bool_), num_slots=6)
+    logits = np.array([[4, 3.5, 3, 2, 1, -4]], np.float32)  # an eighth of their range is 1
+    come = scene.bring(logits, [3, 2, 3, 900, -5])
+    assert come == [0, 2, 1]  # 4, 4 by id, 3.5; not 3, which counts but once
+    scene.fetch(np.ones(6, np.int32), come)
 
 
 def test_many_experts_are_listed(lab: Lab) -> None:

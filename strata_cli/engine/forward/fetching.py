@@ -2,8 +2,9 @@
 
 A layer's missing experts are fetched when it is routed, and then the link rests until the next one
 is. Meanwhile those come that the next layer's router would choose if it read what this layer's
-does: layers add little to the residual streams, so it is mostly right. Where it is wrong nothing is
-lost: what routing wants ends it, and goes first.
+does, rather those that the token before used: layers add little to the residual streams, and tokens
+little to what the text is about, so it is mostly right. Where it is wrong nothing is lost: what
+routing wants ends it, and goes first.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ class FetchSizes(NamedTuple):
     Attributes:
         num_slots: for what a layer misses, 1..MOST_FETCHED; 0: there is no Fetcher.
         num_ahead: for what the next layer will probably miss, 0..MOST_AHEAD.
+        top_k: experts of a token and layer; of use where there are such slots.
     """
 
     num_slots: int
     num_ahead: int = 0
+    top_k: int = 0
 
     def nbytes(self, blob_bytes: int, num_pairs: int) -> int:
         """Device memory of the Fetcher, at most, for so many (layer, expert) pairs."""
@@ -49,7 +52,7 @@ class FetchSizes(NamedTuple):
             return 0
         stride = fetch_stride(blob_bytes)
         ahead = TURNS * self.num_ahead * stride + TAIL_BYTES
-        tables = 4 * (FETCH_TOKENS + AHEAD_WORDS) * num_pairs
+        tables = 4 * (2 * FETCH_TOKENS + AHEAD_WORDS) * num_pairs
         room = ahead + tables if self.num_ahead else 0
         return self.num_slots * stride + TAIL_BYTES + 8 * num_pairs + room
 
@@ -71,32 +74,52 @@ class Foresight:
     Args:
         device: of the passes.
         shape: layers, and experts of each.
-        slots_shape: slots, and bytes of each.
+        sizes: of the Fetcher.
+        stride: bytes of a slot.
 
     Attributes:
         stream: beside that of the passes.
-        states: of all layers, see Ahead.
     """
 
     def __init__(
-        self, device: Device, shape: tuple[int, int], slots_shape: tuple[int, int]
+        self, device: Device, shape: tuple[int, int], sizes: FetchSizes, stride: int
     ) -> None:
-        num_slots, stride = slots_shape
+        num_slots = sizes.num_ahead
         with ExitStack() as resources:
             self.stream = device.stream("ahead")
             resources.callback(self.stream.close)
             nbytes = TURNS * num_slots * stride + TAIL_BYTES
             memory = resources.enter_context(device.allocate(nbytes))
             self._slots = Tensor.over(memory, (TURNS, num_slots, stride), np.uint8)
-            self.states = empty(device, (shape[0], AHEAD_WORDS), np.int32)
-            resources.callback(self.states.buffer.close)
+            self._states = empty(device, (shape[0], AHEAD_WORDS), np.int32)
+            resources.callback(self._states.buffer.close)
+            self._before = empty(device, (shape[0], FETCH_TOKENS * sizes.top_k), np.int32)
+            resources.callback(self._before.buffer.close)
             self._logits = empty(device, (shape[0], FETCH_TOKENS, shape[1]), np.float32)
             resources.callback(self._logits.buffer.close)
             self._resources = resources.pop_all()
 
+    def begin(self, stream: Stream, routed: Tensor) -> None:
+        """Enqueue, on the stream of a pass, what must be so before any layer is looked ahead to.
+
+        Args:
+            stream: of the pass.
+            routed: experts of every layer that the last pass wanted, int32 [L, T, k].
+        """
+        stream.fill(self._states, 0)
+        before = self._before.reshape(self._before.size).rows(0, routed.size)
+        stream.copy(before, routed.reshape(routed.size))
+
+    def before(self, layer: int, num_tokens: int) -> Tensor:
+        """Experts of a layer that the last pass of so few tokens wanted, [T * k]."""
+        num_layers = self._before.shape[0]
+        count = self._before.shape[1] // FETCH_TOKENS * num_tokens
+        own = self._before.reshape(self._before.size).rows(0, num_layers * count)
+        return own.rows(layer * count, (layer + 1) * count)
+
     def ahead(self, layer: int) -> Ahead:
         """What comes for a layer."""
-        turn, own = layer % TURNS, self.states.rows(layer, layer + 1)
+        turn, own = layer % TURNS, self._states.rows(layer, layer + 1)
         slots = self._slots.rows(turn, turn + 1)
         return Ahead(own.reshape(AHEAD_WORDS), slots.reshape(*slots.shape[1:]))
 
@@ -151,10 +174,8 @@ class Fetcher:
             resources.callback(self._staged.buffer.close)
             self._foresight: Foresight | None = None
             if sizes.num_ahead:
-                shape = len(layouts), num_experts
-                self._foresight = resources.enter_context(
-                    Foresight(device, shape, (sizes.num_ahead, stride))
-                )
+                foresight = Foresight(device, (len(layouts), num_experts), sizes, stride)
+                self._foresight = resources.enter_context(foresight)
             self._resources = resources.pop_all()
         self._experts = tuple(blob_experts((layout,), self._staged)[0] for layout in layouts)
 
@@ -172,29 +193,30 @@ class Fetcher:
         return None if is_last else self._foresight.logits(layer + 1, num_tokens)
 
     def fetch(
-        self, layer: int, expert_start: Tensor, num_tokens: int, *, looks_ahead: bool = False
+        self, layer: int, expert_start: Tensor, routed: Tensor | None = None
     ) -> ExpertMatrices:
         """Enqueue the fetch of a layer's missing experts.
 
         Args:
             layer: of the pass; all of them in turn where it looks ahead.
             expert_start: where each expert's pairs begin, int32 [E + 1] or longer, by id.
-            num_tokens: of the pass.
-            looks_ahead: bring what the next layer will probably miss, behind these. In a recorded
-                pass alone, for which looks_ahead() holds; next_logits() are on their way.
+            routed: experts of every layer, int32 [L, T, k], which layers up to this one have
+                overwritten: bring what the next layer will probably miss, behind these. In a
+                recorded pass alone, for which looks_ahead() holds; next_logits() are on their way.
+                None: this layer's alone.
 
         Returns:
             The layer's experts as they are until the next fetch.
         """
-        foresight = self._foresight if looks_ahead else None
-        if foresight is None:
+        foresight = self._foresight
+        if foresight is None or routed is None:
             self._fetch(layer, expert_start, None)
             return self._experts[layer]
         if layer == 0:
-            self._stream.fill(foresight.states, 0)
+            foresight.begin(self._stream, routed)
         self._fetch(layer, expert_start, foresight.ahead(layer) if layer else None)
         if layer + 1 < len(self._layouts):
-            self._bring(layer + 1, num_tokens, foresight)
+            self._bring(layer + 1, routed.shape[1], foresight)
         elif layer:
             self._stream.join(foresight.stream)
         return self._experts[layer]
@@ -205,6 +227,7 @@ class Fetcher:
         bring_ahead(
             foresight.stream,
             foresight.logits(layer, num_tokens),
+            foresight.before(layer, num_tokens),
             self._addresses_of(layer),
             self._cached,
             foresight.ahead(layer),

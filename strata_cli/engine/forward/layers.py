@@ -503,7 +503,7 @@ class Forward:
         expert_out = take("expert_out", row_of.shape[0])
         feed.publish(index, start, PairRows(read.values, row_of, expert_out))
         if fetcher is not None:
-            experts = fetcher.fetch(index, start, num, looks_ahead=looks_ahead)
+            experts = fetcher.fetch(index, start, self.routed(num) if looks_ahead else None)
         if not is_few:
             matmul_several(stream, read.values, products[1:], read.rounded)
         if not is_beside:

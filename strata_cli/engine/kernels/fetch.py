@@ -104,6 +104,7 @@ def fetch_blobs(
 def bring_ahead(
     stream: Stream,
     logits: Tensor,
+    before: Tensor,
     addresses: Tensor,
     cached: SlotRange,
     ahead: Ahead,
@@ -112,11 +113,15 @@ def bring_ahead(
     """Copy blobs of experts that a router will probably choose, and lie outside the cache.
 
     Those of the largest logits of any token, as many as there are slots, in turn, until
-    fetch_blobs() is called with the same ``ahead``, which may be on another stream.
+    fetch_blobs() is called with the same ``ahead``, which may be on another stream. Experts that
+    were used before get an eighth of the range of all those logits more: tokens that follow each
+    other want much the same ones.
 
     Args:
         stream: enqueues here.
-        logits: what the router might say, float32 [T, E]; not overwritten before the pass ends.
+        logits: what the router might say, float32 [T, E]; neither these nor ``before`` may be
+            overwritten before the pass ends.
+        before: experts that the last token wanted, int32 [P]; others than 0..E-1 are none.
         addresses: of each expert's blob, int64 [E]; 0: it is nowhere that can be read.
         cached: what lies there is in the device's memory already.
         ahead: overwritten.
@@ -128,6 +133,7 @@ def bring_ahead(
     expect_rank("bring_ahead logits", logits, 2)
     num_tokens, num_experts = logits.shape
     expect("bring_ahead logits", logits, logits.shape, np.float32)
+    expect("bring_ahead before", before, (before.size,), np.int32)
     expect("bring_ahead addresses", addresses, (num_experts,), np.int64)
     stride = ahead.slots.shape[-1]
     num_slots = _expect_ahead("bring_ahead", ahead, blob_bytes, stride)
@@ -136,9 +142,9 @@ def bring_ahead(
         grid=(BRING_BLOCKS, 1, 1),
         block=(BRING_THREADS, 1, 1),
         shared_bytes=max(4 * num_experts, BRING_SHARED_BYTES),
-        extents=(num_tokens, num_experts, num_slots, stride),
+        extents=(num_tokens, before.size, num_experts, num_slots, stride),
     )
-    operands = (logits, addresses, *cached, ahead.slots, ahead.state, blob_bytes)
+    operands = (logits, before, addresses, *cached, ahead.slots, ahead.state, blob_bytes)
     stream.launch(BRING_AHEAD, launch, *operands)
 
 
@@ -214,6 +220,7 @@ def _bring_ahead(
     begin: int,
     end: int,
     logits: NDArray[np.float32],
+    before: NDArray[np.int32],
     addresses: NDArray[np.int64],
     first_cached: int,
     end_cached: int,
@@ -224,7 +231,7 @@ def _bring_ahead(
     if begin == end:
         return
     is_cached = (addresses >= first_cached) & (addresses < end_cached)
-    chosen = _bring_reference(logits, (addresses != 0) & ~is_cached, len(slots))
+    chosen = _bring_reference(logits, before, (addresses != 0) & ~is_cached, len(slots))
     state[_EXPERTS : _EXPERTS + len(chosen)] = chosen
     state[_COUNT] = len(chosen)
     for slot, expert in enumerate(chosen.tolist()):
@@ -236,11 +243,16 @@ def _bring_ahead(
 
 
 def _bring_reference(
-    logits: NDArray[np.float32], may_come: NDArray[np.bool_], num_slots: int
+    logits: NDArray[np.float32],
+    before: NDArray[np.int32],
+    may_come: NDArray[np.bool_],
+    num_slots: int,
 ) -> NDArray[np.int64]:
     """Experts in the order in which they come, at most [num_slots]."""
-    largest = np.where(np.isnan(logits), -np.inf, logits).max(axis=0, initial=-np.inf)
-    order = np.argsort(-largest, kind="stable")
+    largest = np.where(np.isnan(logits), -np.inf, logits).max(axis=0)
+    bonus = (largest.max() - largest.min()) * np.float32(0.125)
+    was_used = np.isin(np.arange(largest.size), before)
+    order = np.argsort(-(largest + np.where(was_used, bonus, np.float32(0))), kind="stable")
     return order[may_come[order]][:num_slots]
 
 
