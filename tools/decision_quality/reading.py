@@ -8,6 +8,7 @@ from random import Random
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strata_cli.decisions import questions
 from strata_cli.decisions.answers import Decision
@@ -19,7 +20,7 @@ from strata_cli.engine.engine import Engine
 from tools.decision_quality.asking import Labelled, side_by_side
 
 LANES = 8
-RELISTED_EVERY = 4
+RELISTED_EVERY = 8
 
 
 class Reader:
@@ -29,6 +30,7 @@ class Reader:
         self._l0 = Decider(engine, lanes=LANES)
         self._plain = Decider(engine, DecisionRules(prior="none"), lanes=LANES)
         self._raw = Decider(engine, DecisionRules(level="raw"), lanes=LANES)
+        self._priors: dict[str, NDArray[np.float64]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -46,22 +48,25 @@ class Reader:
 
         Returns:
             For each state probabilities of the options, in the question's order: "raw", "l0" and
-            "plain" (L0 without a prior); "right" and "flips" as in Sample; and, where they are
+            "plain", L0 without a prior; "right" and "flips" as in Sample; and, where they are
             relisted, "relisted": for each other order whether raw has another likeliest option,
             and whether L0 has another bit anywhere.
         """
         question, states = group[0].question, [one.state for one in group]
         decisions = _decide(self._l0, states, question)
-        plain = _decide(self._plain, states, question)
+        if question.key not in self._priors:  # one for all states of a question, so one tells it
+            (other,) = _decide(self._plain, states[:1], question)
+            self._priors[question.key] = _values(other) / _values(decisions[0])
         found: list[dict[str, Any]] = []
-        for one, decision, other in zip(group, decisions, plain, strict=True):
+        for one, decision in zip(group, decisions, strict=True):
             kept = sample(decision, one.right)
+            plain = kept.l0 * self._priors[question.key]
             found.append(
                 {
                     "question": question.key,
                     "raw": kept.raw.tolist(),
                     "l0": kept.l0.tolist(),
-                    "plain": list(other.probabilities.values()),
+                    "plain": (plain / plain.sum()).tolist(),
                     "right": kept.right,
                     "flips": kept.flips,
                 }
@@ -140,6 +145,10 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         with path.open(encoding="utf-8") as file:
             yield from map(json.loads, file)
+
+
+def _values(decision: Decision) -> NDArray[np.float64]:
+    return np.array(list(decision.probabilities.values()))
 
 
 def _decide(decider: Decider, states: Sequence[str], question: Question) -> list[Decision]:

@@ -45,8 +45,7 @@ def write_table(samples: Iterable[Line], page: Path) -> None:
     rows, fits, lines = [HEADER, ("---",) * len(HEADER)], list[Fit](), list[Line]()
     for task in TASKS:
         found = sorted(by_task[task], key=lambda one: int(one["number"]))
-        if len(found) >= LEAST_STATES:
-            fitted = fits_of(task, found)
+        if fitted := fits_of(task, found):
             rows.append(_row(TASKS[task].title, fitted, found))
             fits += fitted
             lines += found
@@ -88,14 +87,18 @@ def _sample(one: Line) -> Sample:
 
 def _row(title: str, fits: Sequence[Fit], found: Sequence[Line]) -> tuple[str, ...]:
     judged = {level: _together(fits, level) for level in LEVELS}
-    plain = judge([np.array(one["plain"]) for one in found], [one["right"] for one in found])
+    right = [one["right"] for one in found]
+    accuracies = [
+        judge([np.array(one[level]) for one in found], right).accuracy
+        for level in ("raw", "plain", "l0")
+    ]
     temperatures = [one.temperature for one in fits]
     errors = " / ".join(f"{calibration_error(judged[level]):.3f}" for level in LEVELS)
     return (
         title,
         f"{len(judged['L1'].hit):,}",
         f"{min(temperatures):.2f} to {max(temperatures):.2f}",
-        f"{judged['raw'].accuracy:.3f} / {plain.accuracy:.3f} / {judged['L0'].accuracy:.3f}",
+        " / ".join(f"{one:.3f}" for one in accuracies),
         _relisted(found),
         f"{errors} ({_by_chance(judged['L1']):.3f})",
         _coverage(fits),
