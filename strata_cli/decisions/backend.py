@@ -18,7 +18,7 @@ from strata_cli.decisions.paths import PathScores, TokenPath, ended
 from strata_cli.decisions.prompts import PromptTokenizer
 from strata_cli.decisions.reads import TokenCounts
 from strata_cli.engine.engine import Engine
-from strata_cli.engine.prompt_cache import common_tokens
+from strata_cli.engine.model.prefixes import common_prefix, common_tokens
 from strata_cli.engine.reading import next_token_logprobs
 from strata_cli.engine.session import Session
 from strata_cli.errors import InputError
@@ -74,11 +74,11 @@ class EngineBackend:
         ids = self._encode(prompts)
         if not self._reuse:
             return
-        head = _common_prefix([*ids, self.tokenizer.prompt_ids(another)])
+        head = common_prefix([*ids, self.tokenizer.prompt_ids(another)])
         if len(head) >= LEAST_HEAD_TOKENS:
             self._session.read_prefix(head)
         if len(ids) > 1:
-            self._session.read_prefix(_common_prefix(ids))
+            self._session.read_prefix(common_prefix(ids))
 
     def next_token_logprobs(
         self, prompts: Sequence[str], token_ids: Sequence[Sequence[int]]
@@ -130,7 +130,7 @@ class EngineBackend:
         if len(prompts) > 1:
             ids = self._encode([prompt for group in prompts for prompt in group])
             if self._reuse:
-                self._session.read_prefix(_common_prefix(ids))
+                self._session.read_prefix(common_prefix(ids))
         return [
             self.next_token_logprobs(group, [labels] * len(group))
             for group, labels in zip(prompts, token_ids, strict=True)
@@ -181,7 +181,7 @@ class EngineBackend:
     def _read(self, prompts: Sequence[list[int]]) -> list[NDArray[np.float32]]:
         if not self._reuse:
             return [self._session.read(ids, reuse=False).logits for ids in prompts]
-        prefix = _common_prefix(prompts)
+        prefix = common_prefix(prompts)
         return self._session.score_suffixes(prefix, [ids[len(prefix) :] for ids in prompts])
 
     def _anew(self, ids: list[int], branch: TokenPath) -> list[NDArray[np.float32]]:
@@ -211,7 +211,7 @@ def _side_by_side(
     """The logits behind groups of prompts, each group about one state."""
     groups = []
     for group in prompts:
-        prefix = _common_prefix(group)
+        prefix = common_prefix(group)
         groups.append(LaneGroup(prefix, [ids[len(prefix) :] for ids in group]))
     rows = []
     for start in range(0, len(groups), len(lanes)):
@@ -229,13 +229,6 @@ def _alike(prompts: Sequence[list[int]]) -> list[list[list[int]]]:
         else:
             groups.append([ids])
     return groups
-
-
-def _common_prefix(prompts: Sequence[list[int]]) -> list[int]:
-    """What all prompts begin with, less a last token, so that each has one left to read."""
-    first = prompts[0]
-    shared = min(common_tokens(first, ids) for ids in prompts)
-    return first[: min(shared, min(map(len, prompts)) - 1)]
 
 
 def _logprobs(row: NDArray[np.float32], labels: Sequence[int]) -> NDArray[np.float64]:

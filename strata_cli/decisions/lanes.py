@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.engine import Engine, Part
 from strata_cli.engine.forward.state import Snapshot
+from strata_cli.engine.model.prefixes import common_tokens
 from strata_cli.engine.prefill.branches import plan_batches
-from strata_cli.engine.prompt_cache import common_tokens
 
 LEAST_HEAD_TOKENS = 16
 """Fewer tokens in front of all states are not worth a pass of their own."""

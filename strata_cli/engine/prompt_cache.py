@@ -222,14 +222,3 @@ class PromptCache:
 def is_prefix(prefix: Sequence[int], ids: Sequence[int]) -> bool:
     """Whether the ids begin with the prefix."""
     return tuple(prefix) == tuple(ids[: len(prefix)])
-
-
-def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    one, other = tuple(one), tuple(other)  # a list never equals a tuple
-    most, step = min(len(one), len(other)), 256
-    start = 0
-    while start < most and one[start : start + step] == other[start : start + step]:
-        start += step  # alike, or one ends here; slices are compared much faster than their items
-    pairs = zip(one[start : start + step], other[start : start + step], strict=False)
-    return next((start + i for i, (a, b) in enumerate(pairs) if a != b), most)

@@ -17,12 +17,12 @@ from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.conversations import Conversation, ConversationCache, Parked
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.forward.loading import Progress
+from strata_cli.engine.model.prefixes import common_tokens
 from strata_cli.engine.prompt_cache import (
     CacheRules,
     Checkpoint,
     PromptCache,
     Want,
-    common_tokens,
     is_prefix,
 )
 from strata_cli.engine.prompt_reading import PromptReading

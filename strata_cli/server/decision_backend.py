@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from strata_cli.decisions.paths import END, PathScores, branching, ended, step, sum_paths
 from strata_cli.decisions.prompts import PromptTokenizer
 from strata_cli.decisions.reads import TokenCounts
+from strata_cli.engine.model.prefixes import common_prefix, common_tokens
 from strata_cli.errors import InputError
 from strata_cli.server.protocol import ModelFacts, Score, Scores
 from strata_cli.server.texts import ModelTexts
@@ -215,22 +216,6 @@ class DecisionBackend:
                 f"{context} tokens",
                 hint=f"shorten the state{more}",
             )
-
-
-def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two prompts begin with in common."""
-    most = min(len(one), len(other))
-    low, high = 0, most
-    while low < high:  # slices are compared much faster than their items
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
-
-
-def common_prefix(prompts: Sequence[Ids]) -> Ids:
-    """What all prompts begin with, less a last token, so that each has one left to read."""
-    first, last = min(prompts), max(prompts)  # in order, these two differ first
-    return first[: min(common_tokens(first, last), min(map(len, prompts)) - 1)]
 
 
 def ends_of(token: int, end_ids: Sequence[int]) -> Sequence[int]:

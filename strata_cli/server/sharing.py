@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from strata_cli.engine.prompt_cache import common_tokens
+from strata_cli.engine.model.prefixes import common_tokens
 
 DECODE_SHARE = 0.5
 """Of the engine's time, while prompts are read beside answers that are generated."""

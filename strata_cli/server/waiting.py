@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
 from strata_cli.engine.engine import Engine
-from strata_cli.engine.prompt_cache import common_tokens
+from strata_cli.engine.model.prefixes import common_tokens
 from strata_cli.engine.session import Session
 from strata_cli.server.jobs import Awaited, GenerateJob, Send
 from strata_cli.server.score_jobs import AnyJob, SharedReads, SlotJob

@@ -16,7 +16,6 @@ from strata_cli.engine.prompt_cache import (
     Checkpoint,
     PromptCache,
     Want,
-    common_tokens,
     is_prefix,
 )
 
@@ -186,12 +185,3 @@ def test_prefixes() -> None:
     assert is_prefix((1, 2), [1, 2])
     assert not is_prefix([1, 2], [1])
     assert not is_prefix([2], [1, 2])
-    assert [common_tokens([1, 2, 3], other) for other in ([], [1, 2], [1, 9, 3])] == [0, 2, 1]
-
-
-@pytest.mark.parametrize("common", [0, 1, 255, 256, 257, 511, 512, 513, 999, 1000])
-def test_common_tokens_of_long_prompts_whatever_holds_them(common: int) -> None:
-    other = [*LIVE[:common], -1, *LIVE[common + 1 :]]
-    for one in (LIVE, tuple(LIVE)):
-        assert common_tokens(one, other) == common_tokens(tuple(other), one) == common
-        assert common_tokens(one, other[:common]) == common
