@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.cancelling import Cancellation
 from strata_cli.engine.decode.sampling import choose
 from strata_cli.engine.engine import Engine, Part, Sequence
+from strata_cli.engine.model.tokenizer import Tokenizer
 from strata_cli.engine.prompt_reading import PromptReading
 from strata_cli.engine.reading import ends_stuck, is_canonical, next_token_logprobs
 from strata_cli.engine.session import Session
@@ -31,6 +32,9 @@ from strata_cli.server.protocol import (
     Timings,
     Token,
 )
+
+TURN_START = "<|im_start|>"
+TURN_SHARE = 4  # of a pass that is expensive: a turn as long as that is worth one of its own
 
 Floats: TypeAlias = NDArray[np.float32]
 Send: TypeAlias = Callable[[FromWorker], None]
@@ -188,6 +192,7 @@ class GenerateJob(Job):
         self._constraint: Constraint | None = None
         self._told = 0
         self._ends: frozenset[int] = frozenset()
+        self._turn = 0  # where the prompt's last turn begins
 
     @property
     def is_lone_read(self) -> bool:
@@ -216,12 +221,26 @@ class GenerateJob(Job):
                 f"fit the context of {engine.context_tokens} tokens",
                 hint="shorten the prompt, ask for fewer tokens or raise --max-context",
             )
+        self._turn = last_turn(self.ids, engine.tokenizer)
         ends = () if request.ignore_eos else engine.tokenizer.eos_ids
         self._ends = frozenset((*request.stop_ids, *ends))
         if request.constraint is not None:
             if self._made is None:
                 raise InputError("answers cannot be held to a grammar here", hint="leave it out")
             self._constraint = self._made.result()
+
+    def begin(self, session: Session) -> None:
+        """See Job. Leaves a checkpoint where the last turn begins.
+
+        The next prompt of a conversation may part from this one right behind it: templates write
+        earlier turns without their thoughts, and the last one may be another.
+        """
+        super().begin(session)
+        assert self.reading is not None
+        dear = session.sequence.pass_tokens // TURN_SHARE
+        least = max(session.cache.rules.least_parked_tokens, dear)
+        if self.request.max_tokens > 1 and self._turn >= self.reading.start + least:
+            self.reading.cut(self._turn)
 
     def answer_prompt(self) -> None:
         """The first token, when the prompt is read; if none is wanted, the end. Does that once."""
@@ -330,3 +349,10 @@ class GenerateJob(Job):
             told.append(PromptRow(token_id, logprob, tuple(Ranked(*item) for item in top)))
         if told:
             self._send(PromptLogprobs(request_id=self.name, start=start, rows=tuple(told)))
+
+
+def last_turn(ids: list[int], tokenizer: Tokenizer) -> int:
+    """Where a prompt's last turn begins; 0: it has none."""
+    mark = tokenizer.special_ids.get(TURN_START)
+    backwards = enumerate(reversed(ids), 1)
+    return next((len(ids) - number for number, token_id in backwards if token_id == mark), 0)

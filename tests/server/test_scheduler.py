@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -309,6 +309,38 @@ def test_a_conversation_finds_its_slot_again(open_desk: OpenDesk) -> None:
     desk.run(named("turn", Generate(prompt=turn, max_tokens=1)))
     # The last token of an answer is told, but never read.
     assert desk.done("turn").reused_tokens == len(first.prompt) + len(answer) - 1
+
+
+def test_another_last_turn_is_all_that_is_read_of_a_conversation(
+    open_desk: OpenDesk, engine: Engine
+) -> None:
+    """Also where the template wrote the last one with a thought that is gone now."""
+    (mark,) = engine.tokenizer.encode("<|im_start|>", parse_special=True)
+    said = tuple(token_id for token_id in TEXT if token_id != mark)[:300]
+    desk = open_desk(rules=replace(RULES, prompt_cache_every=0, least_parked_tokens=299))
+    for name, last in (("first", (8, 9)), ("other", (8, 10, 11)), ("again", (8, 9))):
+        prompt = (*said, mark, *last)
+        desk.run(named(name, Generate(prompt=prompt, max_tokens=2, ignore_eos=True)))
+    assert [desk.done(name).reused_tokens for name in ("first", "other", "again")] == [0, 300, 300]
+    alone = open_desk(rules=CacheRules(prompt_cache=0))
+    whole = Generate(prompt=(*said, mark, 8, 10, 11), max_tokens=2, ignore_eos=True)
+    alone.run(named("other", whole))
+    assert alone.tokens("other") == desk.tokens("other")
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "least", "kept"), [(1, 299, False), (2, 301, False), (2, 300, True)]
+)
+def test_a_checkpoint_of_a_turn_is_for_long_conversations_that_are_answered(
+    open_desk: OpenDesk, engine: Engine, max_tokens: int, least: int, kept: bool
+) -> None:
+    (mark,) = engine.tokenizer.encode("<|im_start|>", parse_special=True)
+    said = tuple(token_id for token_id in TEXT if token_id != mark)[:300]
+    desk = open_desk(rules=replace(RULES, prompt_cache_every=0, least_parked_tokens=least))
+    for last in (8, 9):
+        prompt = (*said, mark, last)
+        desk.run(named(f"{last}", Generate(prompt=prompt, max_tokens=max_tokens)))
+    assert desk.done("9").reused_tokens == (300 if kept else 0)
 
 
 @pytest.mark.parametrize(
