@@ -557,8 +557,12 @@ def experts_prompt(
 
 def routing(bench: Bench, tokens: int, is_down: bool) -> tuple[Tensor, Tensor]:
     """Random experts, ten different ones per token: row_of and expert_start."""
-    scores = bench.random.random((tokens, NUM_EXPERTS))
-    chosen = np.argpartition(scores, TOP_K, axis=1)[:, :TOP_K].ravel()
+    return routed_by(bench, bench.random.random((tokens, NUM_EXPERTS)), is_down)
+
+
+def routed_by(bench: Bench, scores: np.ndarray, is_down: bool) -> tuple[Tensor, Tensor]:
+    """The ten experts of the largest scores, [tokens, NUM_EXPERTS]."""
+    chosen = np.argpartition(-scores, TOP_K, axis=1)[:, :TOP_K].ravel()
     order = np.argsort(chosen, kind="stable")
     row_of = np.arange(order.size) if is_down else order // TOP_K
     return bench.tensor(row_of.astype(np.int32)), bench.tensor(starts_of(chosen))

@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/cuda_prompts.py [check dense grouped] [--types Q8_0,...] \
         [--json FILE]
 
-"before" is the function that "now" replaces. Shares are of the best rate that torch's bfloat16
+A way is a function for many rows. Shares are of the best rate that torch's bfloat16
 product reaches in the same run.
 """
 
@@ -33,6 +33,7 @@ from benchmarks.cuda_matmul import (
     parse_types,
     repeated_rows,
     rounded,
+    routed_by,
     routing,
     weights_of,
 )
@@ -44,20 +45,14 @@ from strata_cli.engine.kernels.few import few_plan
 from strata_cli.engine.kernels.products import (
     Matrix,
     Plan,
-    Tile,
     Unit,
     alignment,
     dense_matrix,
     grouped_many_plan,
     many_plan,
 )
-from strata_cli.engine.kernels.prompt_plan import (
-    Gpu,
-    Shape,
-    grouped_prompt_plan,
-    prompt_plan,
-    split_plan,
-)
+from strata_cli.engine.kernels.prompt_plan import Gpu, prompt_plan, split_plan
+from strata_cli.engine.kernels.warpgroup_plan import grouped_warpgroup_plan, warpgroup_plan
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
 from strata_cli.errors import StrataError
@@ -66,36 +61,23 @@ from tests.kernels.packed import packed_rows
 Planner = Callable[[Gpu], Plan]
 
 
-class Way(NamedTuple):
-    """A name, the tile of the function before or the shape of the one now; neither: the usual."""
-
-    name: str
-    tile: Tile | None = None
-    shape: Shape | None = None
-    is_now: bool = True
-
-    def dense(self, matrix: Matrix, tokens: int, gpu: Gpu) -> Plan:
-        if not self.is_now:
-            tiles = (self.tile,) if self.tile else ()
-            return many_plan(matrix, tokens, gpu.shared_bytes, tiles)
-        return prompt_plan(matrix, tokens, gpu, *(((self.shape,),) if self.shape else ()))
-
-    def grouped(self, matrix: Matrix, pairs: int, experts: int, gpu: Gpu) -> Plan:
-        if not self.is_now:
-            tiles = (self.tile,) if self.tile else ()
-            return grouped_many_plan(matrix, pairs, experts, gpu.shared_bytes, tiles)
-        shapes = ((self.shape,),) if self.shape else ()
-        return grouped_prompt_plan(matrix, pairs, experts, gpu, *shapes)
+def many(matrix: Matrix, tokens: int, gpu: Gpu) -> Plan:
+    return many_plan(matrix, tokens, gpu.shared_bytes)
 
 
-USUAL = (Way("before", is_now=False), Way("now"))
-SHAPES = tuple(Way(f"now {s}", shape=Shape(*s)) for s in ((4, 2), (4, 1), (2, 2), (2, 1)))
-DENSE_WAYS = (*USUAL, *SHAPES, Way("now (5, 1)", shape=Shape(5, 1)))
-GROUPED_WAYS = (*USUAL, *SHAPES)
+def grouped_many(matrix: Matrix, pairs: int, experts: int, gpu: Gpu) -> Plan:
+    return grouped_many_plan(matrix, pairs, experts, gpu.shared_bytes)
+
+
+Ways = dict[str, Callable[..., Plan]]
+DENSE_WAYS: Ways = {"many": many, "prompt": prompt_plan, "warpgroup": warpgroup_plan}
+GROUPED_WAYS: Ways = {"many": grouped_many, "warpgroup": grouped_warpgroup_plan}
+SHORT = tuple((tokens, 2560, 12288) for tokens in (64, 128, 512))
 
 
 def gpu_of(bench: Bench) -> Gpu:
-    return Gpu(bench.stream.shared_bytes, bench.stream.num_multiprocessors)
+    stream = bench.stream
+    return Gpu(stream.shared_bytes, stream.num_multiprocessors, stream.capability)
 
 
 @cache
@@ -111,9 +93,7 @@ def kernels_of(planners: Sequence[Planner], gpu: Gpu) -> Iterator[Kernel]:
             yield kernel_of(planner(gpu).unit)
 
 
-def dense_ways(
-    bench: Bench, weights: Sequence[Weight], tokens: int, ways: Sequence[Way], limit: float
-) -> None:
+def dense_ways(bench: Bench, weights: Sequence[Weight], tokens: int, limit: float) -> None:
     """Weights of several types and one shape times as many tokens; launches of a way take turns."""
     rows, cols = weights[0].rows, weights[0].cols
     x, out = bench.normal(tokens, cols), empty(bench.device, (tokens, rows))
@@ -123,7 +103,7 @@ def dense_ways(
         matrix = dense_matrix(weight.qtype, rows, cols, weight.data.address)
         numbers = (int(weight.qtype), tokens, rows, cols)
         name = f"{weight.qtype.name} T{tokens} K{cols} N{rows}"
-        planners = [(way.name, partial(way.dense, matrix, tokens)) for way in ways]
+        planners = [(way, partial(plan, matrix, tokens)) for way, plan in DENSE_WAYS.items()]
         args = (x, half, weight.data, out, *numbers)
         cases += same_cases(bench, name, planners, args, out, 2.0 * tokens * cols * rows)
     report(bench, "many", cases, limit)
@@ -140,9 +120,7 @@ class Routed(NamedTuple):
     start: Tensor
 
 
-def grouped_ways(
-    bench: Bench, all_routed: Sequence[Routed], x: Tensor, ways: Sequence[Way], limit: float
-) -> None:
+def grouped_ways(bench: Bench, all_routed: Sequence[Routed], x: Tensor, limit: float) -> None:
     """One product per pair, for matrices of several types and one shape."""
     layout, _, row_of, start = all_routed[0]
     pairs, experts = row_of.shape[0], start.shape[0] - 1
@@ -151,7 +129,9 @@ def grouped_ways(
     for layout, blobs, row_of, start in all_routed:
         matrix = expert_matrix(layout.qtype, layout.cols, layout.rows)
         name = f"{layout.qtype.name} P{pairs} K{layout.cols} N{layout.rows}"
-        planners = [(way.name, partial(way.grouped, matrix, pairs, experts)) for way in ways]
+        planners = [
+            (way, partial(plan, matrix, pairs, experts)) for way, plan in GROUPED_WAYS.items()
+        ]
         numbers = (int(layout.qtype), layout.rows, layout.cols, 0)
         args = (x, half, blobs, row_of, start, out, *numbers)
         flops = 2.0 * pairs * layout.cols * layout.rows
@@ -200,7 +180,7 @@ def launch_plan(bench: Bench, plan: Plan, *args: Any) -> None:
 
 
 def check(bench: Bench, types: Sequence[QuantType]) -> bool:
-    """Now against few rows: dense, and grouped with five experts that are the same matrix."""
+    """The warpgroups' against few rows: dense, and with five experts that are the same matrix."""
     start = bench.tensor(np.array([0, 1, 1, 9, 80, 200], np.int32))
     all_right = check_split(bench) if Q.F32 in types else True
     for qtype in types:
@@ -214,14 +194,14 @@ def check(bench: Bench, types: Sequence[QuantType]) -> bool:
         half, out = rounded(bench, activations), empty(bench.device, (300, rows))
         bench.stream.fill(out, 0xFF)
         matrix = dense_matrix(qtype, rows, cols, weight.data.address)
-        plan = prompt_plan(matrix, 300, gpu_of(bench))
+        plan = warpgroup_plan(matrix, 300, gpu_of(bench))
         launch_plan(bench, plan, activations, half, weight.data, out, int(qtype), 300, rows, cols)
         dense = np.array_equal(download(bench.device, bench.stream, out), few)
         pairs = empty(bench.device, (200, rows))
         bench.stream.fill(pairs, 0xFF)
         blobs = bench.tensor(np.full(5, weight.data.address, np.int64))
         row_of = bench.tensor(np.arange(200, dtype=np.int32))
-        plan = grouped_prompt_plan(expert_matrix(qtype, cols, rows), 200, 5, gpu_of(bench))
+        plan = grouped_warpgroup_plan(expert_matrix(qtype, cols, rows), 200, 5, gpu_of(bench))
         numbers = (int(qtype), rows, cols, 0)
         launch_plan(bench, plan, activations, half, blobs, row_of, start, pairs, *numbers)
         grouped = np.array_equal(download(bench.device, bench.stream, pairs), few[:200])
@@ -255,8 +235,8 @@ def router(bench: Bench, limit: float) -> None:
     matrix = dense_matrix(Q.F32, rows, cols, weight.data.address)
     passes = tokens // 8
     planners: list[tuple[str, Planner]] = [
-        ("before", lambda gpu: few_plan((matrix,), tokens, passes, gpu.shared_bytes)),
-        ("now", lambda _: split_plan(matrix, tokens)),
+        ("few", lambda gpu: few_plan((matrix,), tokens, passes, gpu.shared_bytes)),
+        ("split", lambda _: split_plan(matrix, tokens)),
     ]
     args = (x, weight.data, out, int(Q.F32), tokens, rows, cols)
     name, flops = f"F32 T{tokens} K{cols} N{rows}", 2.0 * tokens * cols * rows
@@ -264,27 +244,30 @@ def router(bench: Bench, limit: float) -> None:
 
 
 def dense(bench: Bench, types: Sequence[QuantType], limit: float) -> None:
-    """All ways for the largest product and the narrow one, the usual ones for the rest."""
-    for tokens, cols, rows in PROMPTS:
+    """All ways."""
+    for tokens, cols, rows in (*PROMPTS, *SHORT):
         weights = [
             weights_of(bench, qtype, rows, cols, 1)[0] for qtype in types if fits(qtype, cols)
         ]
-        dense_ways(bench, weights, tokens, dense_ways_of(tokens, rows), limit)
+        dense_ways(bench, weights, tokens, limit)
         for weight in weights:
             weight.data.buffer.close()
 
 
-def dense_ways_of(tokens: int, rows: int) -> Sequence[Way]:
-    return DENSE_WAYS if (tokens, rows) in ((2048, 12288), (4096, 320)) else USUAL
+def unequal_routing(bench: Bench, tokens: int, is_down: bool) -> tuple[Tensor, Tensor]:
+    """As ``routing``, with experts of which some are chosen many times as often as others."""
+    liking = bench.random.standard_normal(NUM_EXPERTS)
+    scores = liking + bench.random.gumbel(size=(tokens, NUM_EXPERTS))
+    return routed_by(bench, scores, is_down)
 
 
 def grouped(bench: Bench, types: Sequence[QuantType], limit: float) -> None:
-    """Prompts with 40 and 80 tokens per expert on average."""
-    for tokens in (2048, 4096):
+    """40 and 80 tokens per expert on average; the last as unequal as a model's routing."""
+    for tokens, route in ((2048, routing), (4096, routing), (4096, unequal_routing)):
         for cols, rows in EXPERTS:
             is_down = cols < rows
             x = bench.normal(tokens * TOP_K if is_down else tokens, cols)
-            row_of, start = routing(bench, tokens, is_down)
+            row_of, start = route(bench, tokens, is_down)
             all_routed = []
             kept = []
             for qtype in filter(lambda t: fits(t, cols), types):
@@ -293,7 +276,7 @@ def grouped(bench: Bench, types: Sequence[QuantType], limit: float) -> None:
                 place = layout.nbytes * np.arange(NUM_EXPERTS, dtype=np.int64)
                 blobs = bench.tensor(kept[-1].address + place)
                 all_routed.append(Routed(layout, blobs, row_of, start))
-            grouped_ways(bench, all_routed, x, GROUPED_WAYS if tokens == 2048 else USUAL, limit)
+            grouped_ways(bench, all_routed, x, limit)
             for data in (*kept, x):
                 data.buffer.close()
 
@@ -307,18 +290,18 @@ def prepare(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> N
             continue
         if "check" in parts:
             cols, rows = CHECK_SHAPES[BLOCK[qtype].weights > 64]
-            planners.append(partial(prompt_plan, dense_matrix(qtype, rows, cols, 0), 300))
+            planners.append(partial(warpgroup_plan, dense_matrix(qtype, rows, cols, 0), 300))
             matrix = expert_matrix(qtype, cols, rows)
-            planners.append(partial(grouped_prompt_plan, matrix, 200, 5))
-        for tokens, cols, rows in PROMPTS if "dense" in parts else ():
+            planners.append(partial(grouped_warpgroup_plan, matrix, 200, 5))
+        for tokens, cols, rows in (*PROMPTS, *SHORT) if "dense" in parts else ():
             if fits(qtype, cols):
                 matrix = dense_matrix(qtype, rows, cols, 0)
-                ways = dense_ways_of(tokens, rows)
-                planners += [partial(way.dense, matrix, tokens) for way in ways]
+                planners += [partial(plan, matrix, tokens) for plan in DENSE_WAYS.values()]
         for cols, rows in EXPERTS if "grouped" in parts else ():
             if fits(qtype, cols):
                 matrix = expert_matrix(qtype, cols, rows)
-                planners += [partial(w.grouped, matrix, 20480, NUM_EXPERTS) for w in GROUPED_WAYS]
+                ways = GROUPED_WAYS.values()
+                planners += [partial(plan, matrix, 20480, NUM_EXPERTS) for plan in ways]
     kernels = list(dict.fromkeys(kernels_of(planners, gpu_of(bench))))
     bench.device.prepare(kernels)
     seconds = time.perf_counter() - started

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Tensor
 from strata_cli.engine.device.cuda_kernels import KERNELS_FOLDER
 from strata_cli.engine.device.nvrtc import Compiler, read_unit
 from strata_cli.engine.kernels.matmul import matmul, round_rows
-from strata_cli.engine.kernels.products import Matrix, Plan, alignment, dense_matrix
+from strata_cli.engine.kernels.products import (
+    Matrix,
+    Plan,
+    alignment,
+    dense_matrix,
+    grouped_many_plan,
+    many_plan,
+)
 from strata_cli.engine.kernels.prompt_plan import (
     Gpu,
     Shape,
-    grouped_prompt_plan,
     has_prompt_plan,
     has_split_plan,
     has_thin_plan,
@@ -21,6 +28,12 @@ from strata_cli.engine.kernels.prompt_plan import (
     prompt_shared_bytes,
     split_plan,
     thin_plan,
+)
+from strata_cli.engine.kernels.warpgroup_plan import (
+    TILE_TOKENS,
+    grouped_warpgroup_plan,
+    has_warpgroup_plan,
+    warpgroup_plan,
 )
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
@@ -30,7 +43,7 @@ from tests.kernels.packed import packed_rows
 
 GPUS = {
     "ampere": Gpu(99 << 10, 82),
-    "hopper": Gpu(227 << 10, 132),
+    "hopper": Gpu(227 << 10, 132, (9, 0)),
 }
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 TYPES = [qtype for qtype in QuantType if qtype is not QuantType.F32]
@@ -54,7 +67,6 @@ def test_plans_fit_every_gpu(qtype: QuantType, gpu: Gpu) -> None:
             for plan in (
                 prompt_plan(matrix_of(qtype, rows, cols), 4096, gpu),
                 prompt_plan(matrix_of(qtype, rows, cols), 40, gpu),
-                grouped_prompt_plan(expert_of(qtype, rows, cols), 40960, 512, gpu),
             ):
                 assert plan.shared_bytes <= gpu.shared_bytes
                 assert 0 < plan.grid[0] <= 8 * gpu.num_multiprocessors
@@ -78,22 +90,43 @@ def test_large_products_take_wide_tiles_and_narrow_ones_fill_the_gpu() -> None:
     assert narrow.grid[0] >= 128
 
 
-def test_experts_take_tiles_whose_weights_are_decoded_once() -> None:
-    for qtype, rows, cols in (
-        (QuantType.IQ3_XXS, 640, 2560),
-        (QuantType.IQ4_NL, 2560, 640),
-        (QuantType.Q8_0, 2560, 640),
-    ):
-        plan = grouped_prompt_plan(expert_of(qtype, rows, cols), 20480, 512, GPUS["hopper"])
-        assert plan.unit.function.endswith(", 4, 2>")
-        assert plan.grid == (132, 1, 1)
-
-
 def test_few_tiles_need_no_more_blocks() -> None:
     plan = prompt_plan(matrix_of(QuantType.Q8_0, 256, 2560), 64, GPUS["hopper"])
     assert plan.grid[0] <= 8
-    grouped = grouped_prompt_plan(expert_of(QuantType.Q8_0, 64, 2560), 3, 2, GPUS["hopper"])
-    assert grouped.grid[0] <= 4
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda qtype: qtype.name)
+def test_warpgroups_have_room_for_every_type(qtype: QuantType) -> None:
+    gpu = GPUS["hopper"]
+    for rows, cols in ((40, 256), (640, 2560), (2560, 640), (320, 10240), (12288, 2560)):
+        if cols % BLOCK[qtype].weights:
+            continue
+        expert = expert_of(qtype, rows, cols)
+        assert has_warpgroup_plan(matrix_of(qtype, rows, cols), gpu)
+        assert has_warpgroup_plan(expert, gpu, 512)
+        for plan in (
+            warpgroup_plan(matrix_of(qtype, rows, cols), 4096, gpu),
+            grouped_warpgroup_plan(expert, 40960, 512, gpu),
+        ):
+            assert plan.shared_bytes <= gpu.shared_bytes
+            assert 0 < plan.grid[0] <= gpu.num_multiprocessors
+
+
+def test_warpgroups_multiply_on_one_kind_of_gpu() -> None:
+    matrix = matrix_of(QuantType.Q8_0, 640, 2560)
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        gpu = GPUS["hopper"]._replace(capability=capability)
+        assert has_warpgroup_plan(matrix, gpu) == (capability == (9, 0))
+    assert not has_warpgroup_plan(matrix, Gpu(99 << 10, 132, (9, 0)))
+    with pytest.raises(DeviceError, match="Q8_0 product with 2560 columns does not fit"):
+        warpgroup_plan(matrix, 4096, Gpu(99 << 10, 132, (9, 0)))
+
+
+def test_warpgroups_of_few_tiles_are_few() -> None:
+    gpu = GPUS["hopper"]
+    assert warpgroup_plan(matrix_of(QuantType.Q8_0, 256, 2560), TILE_TOKENS, gpu).grid == (2, 1, 1)
+    expert = expert_of(QuantType.Q8_0, 64, 2560)
+    assert grouped_warpgroup_plan(expert, 3, 2, gpu).grid == (2, 1, 1)
 
 
 def test_a_shape_that_does_not_fit_is_named() -> None:
@@ -155,7 +188,16 @@ def test_products_compile_for_every_architecture(architecture: str) -> None:
         split_plan(matrix_of(QuantType.F32, 512, 2560), 4096).unit,
         thin_plan(matrix_of(QuantType.F32, 4, 10_240), 4096).unit,
         prompt_plan(matrix_of(QuantType.BF16, 640, 104), 4096, GPUS["ampere"]).unit,
-        grouped_prompt_plan(expert_of(QuantType.IQ3_XXS, 640, 2560), 999, 9, GPUS["ampere"]).unit,
+        *(
+            plan.unit
+            for plan in (
+                warpgroup_plan(matrix_of(QuantType.BF16, 640, 104), 4096, GPUS["hopper"]),
+                grouped_warpgroup_plan(
+                    expert_of(QuantType.IQ3_XXS, 640, 2560), 999, 9, GPUS["hopper"]
+                ),
+            )
+            if architecture == "sm_90a"
+        ),
     )
     for source, function, defines in units:
         unit = read_unit(KERNELS_FOLDER / source, defines=defines, instances=(function,))
@@ -164,30 +206,54 @@ def test_products_compile_for_every_architecture(architecture: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda qtype: qtype.name)
-def test_tiles_decoded_once_have_the_bits_of_few_rows(gpu_lab: Lab, qtype: QuantType) -> None:
-    """Dense, and as pairs of four experts that are one matrix: one empty, one of many tokens."""
+def test_every_function_for_many_rows_has_the_bits_of_few(gpu_lab: Lab, qtype: QuantType) -> None:
     rows, cols, tokens = 200, 5 * max(256, BLOCK[qtype].weights), 150
     weight = Weight(gpu_lab.put(packed_rows(qtype, rows, cols, 1)), qtype, rows, cols)
-    x = gpu_lab.put(normal(2, tokens, cols))
-    few, dense, pairs = (gpu_lab.empty((tokens, rows)) for _ in range(3))
-    half = gpu_lab.empty((tokens, cols), np.float16)
-    matmul(gpu_lab.stream, x, weight, few)
-    round_rows(gpu_lab.stream, x, half)
-    gpu = Gpu(gpu_lab.stream.shared_bytes, gpu_lab.stream.num_multiprocessors)
-    matrix = dense_matrix(qtype, rows, cols, weight.data.address)
-    numbers = (int(qtype), tokens, rows, cols)
-    launch(gpu_lab, prompt_plan(matrix, tokens, gpu), x, half, weight.data, dense, *numbers)
-    blobs = gpu_lab.put(np.full(4, weight.data.address, np.int64))
-    start = gpu_lab.put(np.array([0, 7, 7, 20, tokens], np.int32))
-    row_of = gpu_lab.put(np.arange(tokens, dtype=np.int32))
-    plan = grouped_prompt_plan(expert_of(qtype, rows, cols), tokens, 4, gpu)
-    launch(gpu_lab, plan, x, half, blobs, row_of, start, pairs, int(qtype), rows, cols, 0)
-    np.testing.assert_array_equal(gpu_lab.get(dense), gpu_lab.get(few))
-    np.testing.assert_array_equal(gpu_lab.get(pairs), gpu_lab.get(few))
+    x, half, few = with_few(gpu_lab, weight, tokens)
+    matrix, gpu = dense_matrix(qtype, rows, cols, weight.data.address), gpu_of(gpu_lab)
+    plans = [many_plan(matrix, tokens, gpu.shared_bytes), prompt_plan(matrix, tokens, gpu)]
+    if has_warpgroup_plan(matrix, gpu):
+        plans.append(warpgroup_plan(matrix, tokens, gpu))
+    for plan in plans:
+        out = gpu_lab.empty((tokens, rows))
+        launch(gpu_lab, plan, x, half, weight.data, out, int(qtype), tokens, rows, cols)
+        np.testing.assert_array_equal(gpu_lab.get(out), few, plan.unit.function)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda qtype: qtype.name)
+def test_every_function_for_pairs_has_the_bits_of_few(gpu_lab: Lab, qtype: QuantType) -> None:
+    """Experts that are one matrix: some without pairs, others with less than a tile or several."""
+    rows, cols, ends = 140, 3 * max(256, BLOCK[qtype].weights), [0, 20, 20, 60, 61, 140, 240, 500]
+    weight = Weight(gpu_lab.put(packed_rows(qtype, rows, cols, 1)), qtype, rows, cols)
+    x, half, few = with_few(gpu_lab, weight, ends[-1])
+    blobs = gpu_lab.put(np.full(len(ends) - 1, weight.data.address, np.int64))
+    start, order = gpu_lab.put(np.array(ends, np.int32)), np.arange(ends[-1], dtype=np.int32)[::-1]
+    row_of, matrix, gpu = gpu_lab.put(order.copy()), expert_of(qtype, rows, cols), gpu_of(gpu_lab)
+    plans = [grouped_many_plan(matrix, ends[-1], len(ends) - 1, gpu.shared_bytes)]
+    if has_warpgroup_plan(matrix, gpu, len(ends) - 1):
+        plans.append(grouped_warpgroup_plan(matrix, ends[-1], len(ends) - 1, gpu))
+    for plan in plans:
+        out = gpu_lab.empty((ends[-1], rows))
+        launch(gpu_lab, plan, x, half, blobs, row_of, start, out, int(qtype), rows, cols, 0)
+        np.testing.assert_array_equal(gpu_lab.get(out), few[order], plan.unit.function)
+
+
+def with_few(lab: Lab, weight: Weight, tokens: int) -> tuple[Tensor, Tensor, NDArray[np.float32]]:
+    """Activations, those rounded, and what the function of few rows makes of them."""
+    x, few = lab.put(normal(2, tokens, weight.cols)), lab.empty((tokens, weight.rows))
+    half = lab.empty((tokens, weight.cols), np.float16)
+    matmul(lab.stream, x, weight, few)
+    round_rows(lab.stream, x, half)
+    return x, half, lab.get(few)
+
+
+def gpu_of(lab: Lab) -> Gpu:
+    return Gpu(lab.stream.shared_bytes, lab.stream.num_multiprocessors, lab.stream.capability)
 
 
 def launch(lab: Lab, plan: Plan, *args: Tensor | int) -> None:
-    """A function that no wrapper chooses yet."""
+    """A function that a wrapper may not choose."""
     source, function, defines = plan.unit
     kernel = Kernel(function, nothing, nothing, source, function, defines)
     lab.stream.launch(kernel, plan.launch(1, 1), *args)

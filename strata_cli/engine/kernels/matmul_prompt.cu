@@ -22,7 +22,6 @@ struct Product {
     const unsigned short *activations;
     float *out;
     int rows, cols, slice;
-    long long offset;  // of the matrix from where a tile says
 };
 
 // One tile: matrix, first row, and the tokens, which are rows `first ...` of out.
@@ -40,9 +39,8 @@ struct Cursor {
     }
 };
 
-// WHOLE: tokens that a tile lacks are multiplied too, and not stored; else a tile's groups of eight
-// tokens are shared out evenly among the TOKEN_WARPS.
-template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS, bool WHOLE>
+// Tokens that a tile lacks are multiplied too, and not stored.
+template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS>
 struct Many {
     using R = Rows<TYPE, LANE>;
     static constexpr int THREADS = 32 * ROW_WARPS * TOKEN_WARPS;
@@ -84,7 +82,7 @@ struct Many {
 
     __device__ const unsigned char *row_at(const Tile &tile, int row, int raw_stage) const {
         const long long n = min(tile.first_row + row, product.rows - 1);
-        return tile.matrix + product.offset + n * R::bytes(product.cols) + raw_stage * RAW_BYTES;
+        return tile.matrix + n * R::bytes(product.cols) + raw_stage * RAW_BYTES;
     }
 
     __device__ static int phase_of(const unsigned char *row) {
@@ -126,7 +124,7 @@ struct Many {
         const int t = threadIdx.x % 4, step = threadIdx.x / 4 % 4, stage = at.stage;
         const int k = stage / PER_RAW * RAW + R::k_of(stage % PER_RAW * 4 + step, t);
         const int nbytes = FULL ? 16 : max(0, min(16, 2 * (product.cols - k)));
-        const int own = threadIdx.x / 16, count = WHOLE ? TOKENS : ring[at.tile % RING].count;
+        const int own = threadIdx.x / 16;
         const unsigned *own_sources = sources + at.tile % RING * TOKENS + own;
         const unsigned row_bytes = 2 * product.cols;
         const unsigned char *first =
@@ -139,7 +137,6 @@ struct Many {
 #pragma unroll
         for (int i = 0; i < X_COPIES; i++) {
             const int token = X_EACH * i;
-            if (!WHOLE && own + token >= count) continue;
             if (token + X_EACH > TOKENS && own + token >= TOKENS) continue;
             const unsigned long long at_row = static_cast<unsigned long long>(row_bytes) * from[i];
             if (FULL)
@@ -183,18 +180,6 @@ struct Many {
                 low.pair[2 * half], o.pair[2 * half], low.pair[2 * half + 1], o.pair[2 * half + 1]);
     }
 
-    // A warp's tokens in a tile: groups of eight.
-    struct Share {
-        int first, count;
-    };
-
-    __device__ Share share_of_tile(int tokens) const {
-        const int token_warp = threadIdx.x / 32 / ROW_WARPS;
-        if (WHOLE || TOKEN_WARPS == 1) return {8 * token_warp, WHOLE ? 8 : (tokens + 7) / 8};
-        const int all = (tokens + 7) / 8, first = (all + 1) / 2;
-        return token_warp ? Share{first, all - first} : Share{0, first};
-    }
-
     __device__ static uint4 load_x(const unsigned char *own, int step, int n) {
         const int odd = 64 * ((threadIdx.x & 31) / 4 % 2);
         return *reinterpret_cast<const uint4 *>(own + (step % 2 ? -odd : odd) + 64 * step +
@@ -207,7 +192,7 @@ struct Many {
 
     // What a warp needs while it multiplies a stage and decodes the next one.
     struct Stage {
-        int slot, first_group, steps;     // steps within the row
+        int slot, steps;                  // steps within the row
         Staged<STEP_ALIGN> rows[GROUPS];  // to decode
         RowScale scale[GROUPS];
     };
@@ -220,30 +205,30 @@ struct Many {
         for (int i = 0; i < GROUPS; i++) decode_part<STEP>(stage.rows, stage.scale, 0, i, low);
     }
 
-    // Multiplies 16 * PAIRS tokens. FIRST is the next stage's first step in its raw stage.
-    template <int FIRST, int PAIRS>
+    // FIRST is the next stage's first step in its raw stage.
+    template <int FIRST>
     __device__ void make_stage(Sums &sums, Stage &stage) const {
         const int lane = threadIdx.x & 31, tile = threadIdx.x / 32 % ROW_WARPS * 2;
+        const int token_warp = threadIdx.x / 32 / ROW_WARPS;
         const unsigned char *own = x + stage.slot * X_SLOT_BYTES +
-                                   (8 * stage.first_group + lane / 4) * TOKEN_BYTES +
-                                   16 * (lane & 3);
-        uint4 w[2][2], v[2 * PAIRS];
+                                   (64 * token_warp + lane / 4) * TOKEN_BYTES + 16 * (lane & 3);
+        uint4 w[2][2], v[8];
 #pragma unroll
         for (int i = 0; i < 4; i++)
             w[i / 2][i % 2] = *operand_at(stage.slot, tile + i / 2, 0, i % 2);
 #pragma unroll
-        for (int n = 0; n < 2 * PAIRS; n++) v[n] = load_x(own, 0, n);
-        make_step<FIRST, 0, PAIRS>(sums, stage, own, w, v);
-        make_step<FIRST, 1, PAIRS>(sums, stage, own, w, v);
-        make_step<FIRST, 2, PAIRS>(sums, stage, own, w, v);
-        make_step<FIRST, 3, PAIRS>(sums, stage, own, w, v);
+        for (int n = 0; n < 8; n++) v[n] = load_x(own, 0, n);
+        make_step<FIRST, 0>(sums, stage, own, w, v);
+        make_step<FIRST, 1>(sums, stage, own, w, v);
+        make_step<FIRST, 2>(sums, stage, own, w, v);
+        make_step<FIRST, 3>(sums, stage, own, w, v);
     }
 
     // Operands of the next step are loaded behind their last use. Weights stay for many products:
     // the tensor cores keep them.
-    template <int FIRST, int STEP, int PAIRS>
+    template <int FIRST, int STEP>
     __device__ void make_step(Sums &sums, Stage &stage, const unsigned char *own, uint4 (&w)[2][2],
-                              uint4 (&v)[2 * PAIRS]) const {
+                              uint4 (&v)[8]) const {
         const int tile = threadIdx.x / 32 % ROW_WARPS * 2;
         const bool in_row = LANE >= 32 || STEP < stage.steps;
         Octet low;
@@ -252,7 +237,7 @@ struct Many {
             const int half = i / 2, m = i % 2;
             const uint4 a = w[m][half];
 #pragma unroll
-            for (int n = 0; n < 2 * PAIRS; n++) {
+            for (int n = 0; n < 8; n++) {
                 if (in_row)
                     multiply(sums.of[m][n], a.x, a.y, a.z, a.w, half ? v[n].z : v[n].x,
                              half ? v[n].w : v[n].y);
@@ -262,19 +247,6 @@ struct Many {
             if (i < GROUPS)
                 decode_part<FIRST + STEP>(stage.rows, stage.scale, stage.slot ^ 1, i, low);
         }
-    }
-
-    // Also where a warp has no tokens at all: it decodes.
-    template <int FIRST>
-    __device__ void make_stage_of(int groups, Sums &sums, Stage &stage) const {
-        if (WHOLE || groups > 6)
-            make_stage<FIRST, 4>(sums, stage);
-        else if (groups > 4)
-            make_stage<FIRST, 3>(sums, stage);
-        else if (groups > 2)
-            make_stage<FIRST, 2>(sums, stage);
-        else
-            make_stage<FIRST, 1>(sums, stage);
     }
 
     // What is copied next. The last stage of the stream is copied again and again, to slots that
@@ -335,17 +307,12 @@ struct Many {
             if (PER_RAW == 1 || !is_first)
                 find_rows(stage.rows, decoded.at, PER_RAW == 1 ? ~s & 1 : ~(s / 2) & 1);
             const Tile &tile = ring[at.tile % RING];
-            // The shuffles tell the compiler that a warp agrees on them.
-            Share share = share_of_tile(tile.count);
-            share = {__shfl_sync(0xffffffffu, share.first, 0),
-                     __shfl_sync(0xffffffffu, share.count, 0)};
             stage.slot = s & 1;
-            stage.first_group = share.first;
             stage.steps = (product.cols - at.stage * STAGE + 31) / 32;
             if (PER_RAW == 2 && is_first)
-                make_stage_of<PER_RAW == 2 ? 4 : 0>(share.count, sums, stage);
+                make_stage<PER_RAW == 2 ? 4 : 0>(sums, stage);
             else
-                make_stage_of<0>(share.count, sums, stage);
+                make_stage<0>(sums, stage);
             left_of_slice -= STAGE;
             const bool is_last = at.stage + 1 == stages;
             if (left_of_slice == 0 || is_last) {
@@ -357,7 +324,7 @@ struct Many {
                 }
             }
             if (is_last) {
-                store(totals, tile, share);
+                store(totals, tile);
 #pragma unroll
                 for (int i = 0; i < 64; i++) totals.of[i / 32][i / 4 % 8][i % 4] = 0.0f;
             }
@@ -366,16 +333,15 @@ struct Many {
         wait_copies<0>();
     }
 
-    __device__ void store(const Sums &totals, const Tile &tile, const Share &share) const {
+    __device__ void store(const Sums &totals, const Tile &tile) const {
         const int lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
         const int row = tile.first_row + 32 * (threadIdx.x / 32 % ROW_WARPS) + g;
-        const int first = 8 * share.first + 2 * t;
-        const int tokens = WHOLE ? tile.count : min(tile.count, 8 * (share.first + share.count));
+        const int first = 64 * (threadIdx.x / 32 / ROW_WARPS) + 2 * t;
         float *to = product.out + row + static_cast<long long>(tile.first + first) * product.rows;
 #pragma unroll
         for (int i = 0; i < 64; i++) {
             const int m = i / 32, n = i / 4 % 8, half = i / 2 % 2, token = 8 * n + i % 2;
-            if (row + 16 * m + 8 * half < product.rows && first + token < tokens)
+            if (row + 16 * m + 8 * half < product.rows && first + token < tile.count)
                 to[static_cast<long long>(token) * product.rows + 16 * m + 8 * half] =
                     totals.of[m][n][i % 4] / GAIN<TYPE>;
         }
@@ -394,14 +360,10 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
     matmul_prompt(const float *, const unsigned short *activations, const unsigned char *data,
                   float *out, long long, long long tokens, long long rows, long long cols,
                   long long slice) {
-    using Block = Many<TYPE, LANE, ALIGN, ROW_WARPS, TOKEN_WARPS, true>;
+    using Block = Many<TYPE, LANE, ALIGN, ROW_WARPS, TOKEN_WARPS>;
     extern __shared__ uint4 shared[];
-    const Product product = {activations,
-                             out,
-                             static_cast<int>(rows),
-                             static_cast<int>(cols),
-                             static_cast<int>(slice),
-                             0};
+    const Product product = {activations, out, static_cast<int>(rows), static_cast<int>(cols),
+                             static_cast<int>(slice)};
     const Block block(product, reinterpret_cast<unsigned char *>(shared));
     const int num_tokens = tokens, token_tiles = (num_tokens + Block::TOKENS - 1) / Block::TOKENS;
     const int row_tiles = (static_cast<int>(rows) + Block::ROWS - 1) / Block::ROWS;
@@ -415,89 +377,5 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
                                 min(Block::TOKENS, num_tokens - first)};
         for (int token = threadIdx.x; token < Block::TOKENS; token += Block::THREADS)
             block.sources[slot * Block::TOKENS + token] = min(first + token, num_tokens - 1);
-    });
-}
-
-// Which token tiles are which expert's, in shared memory.
-struct Experts {
-    int *start;              // [experts + 1], as the argument
-    unsigned short *prefix;  // [experts + 1]: token tiles of the experts before
-    int count;
-
-    // By all threads of the block; ends with a barrier.
-    template <int TOKENS>
-    __device__ void load(const int *expert_start) const {
-        const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-        __shared__ int warp_sums[32];
-        if (threadIdx.x == 0) prefix[0] = 0, start[0] = expert_start[0];
-        int done = 0;
-        for (int first = 0; first < count; first += blockDim.x) {
-            const int e = first + threadIdx.x;
-            const int end = e < count ? expert_start[e + 1] : 0;
-            int sum = e < count ? (end - expert_start[e] + TOKENS - 1) / TOKENS : 0;
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const int below = __shfl_up_sync(0xffffffffu, sum, distance);
-                if (lane >= distance) sum += below;
-            }
-            if (lane == 31) warp_sums[warp] = sum;
-            __syncthreads();
-            int before = done;
-            for (int w = 0; w < warp; w++) before += warp_sums[w];
-            if (e < count) prefix[e + 1] = before + sum, start[e + 1] = end;
-            for (int w = 0; w < warps; w++) done += warp_sums[w];
-            __syncthreads();
-        }
-    }
-
-    // The last one whose tiles begin at or before a token tile; by whole warps.
-    __device__ int of_tile(int token_tile) const {
-        const int lane = threadIdx.x & 31;
-        int low = 0, length = count;
-        while (length > 1) {
-            const int each = (length + 31) / 32, at = lane * each;
-            const bool begins = at < length && prefix[low + at] <= token_tile;
-            const int part = __popc(__ballot_sync(0xffffffffu, begins)) - 1;
-            low += part * each;
-            length = min(each, length - part * each);
-        }
-        return low;
-    }
-};
-
-// grouped_prompt: pairs sorted by expert; any grid, whose blocks go round robin through the tiles
-// of (expert, its tokens, weight rows), rows innermost.
-template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS>
-__global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
-    grouped_prompt(const float *, const unsigned short *activations, const long long *blobs,
-                   const int *row_of, const int *expert_start, float *out, long long,
-                   long long rows, long long cols, long long offset_bytes, long long experts,
-                   long long slice) {
-    using Block = Many<TYPE, LANE, ALIGN, ROW_WARPS, TOKEN_WARPS, false>;
-    extern __shared__ uint4 shared[];
-    const Product product = {
-        activations, out, static_cast<int>(rows), static_cast<int>(cols), static_cast<int>(slice),
-        offset_bytes};
-    const Block block(product, reinterpret_cast<unsigned char *>(shared));
-    int *start = reinterpret_cast<int *>(block.sources + RING * Block::TOKENS) + BOOK_WORDS<TYPE>;
-    const Experts all = {start, reinterpret_cast<unsigned short *>(start + experts + 1),
-                         static_cast<int>(experts)};
-    all.load<Block::TOKENS>(expert_start);
-    const int row_tiles = (static_cast<int>(rows) + Block::ROWS - 1) / Block::ROWS;
-    const int tiles = share_of(all.prefix[all.count] * row_tiles);
-    if (tiles == 0) return;
-    block.run(tiles, [&](int i) {
-        if (threadIdx.x >= Block::TOKENS) return;
-        const int tile = blockIdx.x + i * gridDim.x, token_tile = tile / row_tiles;
-        const int expert = all.of_tile(token_tile), slot = i % RING;
-        const int first = all.start[expert] + (token_tile - all.prefix[expert]) * Block::TOKENS;
-        const int count = min(Block::TOKENS, all.start[expert + 1] - first);
-        if (threadIdx.x == 0) {
-            Tile &to = block.ring[slot];
-            copy_word<8>(&to.matrix, blobs + expert);
-            to.first_row = tile % row_tiles * Block::ROWS, to.first = first, to.count = count;
-        }
-        for (int token = threadIdx.x; token < Block::TOKENS; token += Block::THREADS)
-            copy_word<4>(block.sources + slot * Block::TOKENS + token,
-                         row_of + first + min(token, count - 1));
     });
 }

@@ -3,24 +3,21 @@
 //   2 * T*N*K floating-point operations over the tensor cores' rate; a tile reads its weights once
 //   and decodes them once.
 //
-// A block makes tiles of 128 weight rows and up to 128 tokens, one after the other. Four warps
-// copy: raw rows asynchronously, activations by way of registers, which puts them in the order that
-// the tensor cores want. Two warpgroups multiply: a warp decodes 16 rows straight into the
-// registers that wgmma takes, a step ahead of the products, which run beside it. Each sum is made
-// of the same operations in the same order as in matmul_few.cu: slices from zero, totals in
-// ascending order.
+// A block makes tiles of 128 weight rows and up to 128 tokens, one after the other, in stages of
+// 256 k, or 128 where rows of a type are cut finer. One warp has raw rows copied, well ahead. Three
+// copy activations by way of registers, in which lanes exchange them for the order that the tensor
+// cores want. Two warpgroups multiply: a warp decodes 16 rows straight into the registers that
+// wgmma takes, a step ahead of the products, which run beside it. Each sum is made of the same
+// operations in the same order as in matmul_few.cu: slices from zero, totals in ascending order.
 #include "mma.cuh"
 #include "warpgroup.cuh"
 #include "wide_book.cuh"
 
-constexpr int STAGE = 128;               // k per stage of activations: four steps
 constexpr int ROWS = 128, TOKENS = 128;  // most of a tile
-constexpr int COPYING = 128, THREADS = COPYING + 256;
-constexpr int MULTIPLYING_WARPS = 8;
+constexpr int X_WARPS = 3, RAW_WARP = 3, MULTIPLYING_WARPS = 8;
+constexpr int FIRST_MULTIPLYING = 4, THREADS = 32 * (FIRST_MULTIPLYING + MULTIPLYING_WARPS);
 constexpr int COPYING_REGISTERS = 104, MULTIPLYING_REGISTERS = 200;
-constexpr int HALF_BYTES = TOKENS * TILE_ROW_BYTES;  // of 64 k: half a stage
-constexpr int X_SLOT_BYTES = 2 * HALF_BYTES;
-constexpr int COPIES = TOKENS / 16;  // of 16 bytes, of a lane that copies, in half a stage
+constexpr int BATCH = 8;  // loads of a warp that are on their way together, twice
 
 // What all tiles of a launch share.
 struct Product {
@@ -49,16 +46,21 @@ struct Turn {
 template <int TYPE, int LANE, int ALIGN, int X_SLOTS, int RAW_SLOTS>
 struct Warpgroups {
     using R = Rows<TYPE, LANE>;
-    static constexpr int RAW = R::STEPS == 8 ? 256 : 128;  // k per stage of raw rows
-    static constexpr int PER_RAW = RAW / STAGE;
-    static constexpr int RAW_BYTES = R::bytes(RAW);
+    static constexpr int STAGE = R::STEPS == 8 ? 256 : 128, STEPS = STAGE / 32;
+    static constexpr int RAW_BYTES = R::bytes(STAGE);
     // Rows begin anywhere in their first 16 bytes, as the alignment of rows and stages allows.
     static constexpr int STEP_ALIGN = stage_alignment(ALIGN, RAW_BYTES);
     static constexpr int CHUNKS = (RAW_BYTES + 16 - STEP_ALIGN + 15) / 16;
     static constexpr int PITCH = 16 * (CHUNKS | 1);
     static constexpr int RAW_SLOT_BYTES = ROWS * PITCH + 16;
     static constexpr bool FULL =
-        !R::IS_FLOAT && 4 * LANE >= STAGE;  // every stage lies within the row
+        !R::IS_FLOAT && 4 * LANE >= 128;  // every stage lies within the row
+    // Tokens of one load of a warp, whose rows of a stage are consecutive bytes.
+    static constexpr int TOGETHER = 256 / STAGE;
+    // A step's four planes of 16 bytes per token; the padding keeps what a warp stores together in
+    // different banks.
+    static constexpr int STEP_BYTES = 4 * PLANE_BYTES + 16 * TOGETHER;
+    static constexpr int X_SLOT_BYTES = STEPS * STEP_BYTES;
 
     struct Gates {
         unsigned long long x_full[X_SLOTS], x_free[X_SLOTS], raw_full[RAW_SLOTS],
@@ -67,7 +69,7 @@ struct Warpgroups {
 
     const Product product;
     const int stages;
-    unsigned char *x;  // slots of two tiles of 64 k each
+    unsigned char *x;
     unsigned char *raw;
     Gates *gates;
     unsigned *rest;  // code book, then what the launch keeps
@@ -83,11 +85,11 @@ struct Warpgroups {
     __device__ void open_gates() const {
         if (threadIdx.x != 0) return;
         for (int i = 0; i < X_SLOTS; i++) {
-            open_gate(&gates->x_full[i], COPYING / 32);
+            open_gate(&gates->x_full[i], X_WARPS);
             open_gate(&gates->x_free[i], MULTIPLYING_WARPS);
         }
         for (int i = 0; i < RAW_SLOTS; i++) {
-            open_gate(&gates->raw_full[i], COPYING);
+            open_gate(&gates->raw_full[i], 32);
             open_gate(&gates->raw_free[i], MULTIPLYING_WARPS);
         }
         publish_gates();
@@ -102,129 +104,173 @@ struct Warpgroups {
     __device__ static int phase_of(unsigned address) {
         return STEP_ALIGN == 16 ? 0 : static_cast<int>(address & 15) / STEP_ALIGN * STEP_ALIGN;
     }
+    __device__ static unsigned lower_bits(const unsigned char *address) {
+        return static_cast<unsigned>(reinterpret_cast<unsigned long long>(address));
+    }
 
-    // -- copying ---------------------------------------------------------------------------------
+    // -- raw rows --------------------------------------------------------------------------------
 
-    // Four threads copy a row together, 64 bytes at a time.
-    __device__ void copy_raw(const Tile &tile, int raw_stage, int slot) const {
+    // A lane has four rows' stages copied, whole, with what shares their first and last 16 bytes.
+    __device__ void copy_rows(const Tile &tile, int stage, int slot) const {
+        int nbytes = 0;
+#pragma unroll
+        for (int row = threadIdx.x % 32; row < ROWS; row += 32) {
+            const unsigned char *from = row_at(tile, row) + stage * RAW_BYTES;
+            const int phase = phase_of(lower_bits(from));
+            const int own = (phase + RAW_BYTES + 15) / 16 * 16;
+            copy_bulk(raw + slot * RAW_SLOT_BYTES + row * PITCH, from - phase, own,
+                      &gates->raw_full[slot]);
+            nbytes += own;
+        }
+        arrive_expecting(&gates->raw_full[slot], nbytes);
+    }
+
+    // The same where a row may end within a stage: zeros follow. Four lanes copy a row.
+    __device__ void copy_parts(const Tile &tile, int stage, int slot) const {
         const int first = 16 * (threadIdx.x % 4);
-        const int length = FULL ? RAW_BYTES : R::bytes(min(RAW, product.cols - raw_stage * RAW));
+        const int length = R::bytes(min(STAGE, product.cols - stage * STAGE));
 #pragma unroll 1
-        for (int row = threadIdx.x / 4; row < ROWS; row += COPYING / 4) {
-            const unsigned char *from = row_at(tile, row) + raw_stage * RAW_BYTES;
-            const int phase =
-                phase_of(static_cast<unsigned>(reinterpret_cast<unsigned long long>(from)));
+        for (int row = threadIdx.x % 32 / 4; row < ROWS; row += 8) {
+            const unsigned char *from = row_at(tile, row) + stage * RAW_BYTES;
+            const int phase = phase_of(lower_bits(from));
             from += first - phase;
             unsigned char *to = raw + slot * RAW_SLOT_BYTES + row * PITCH + first;
 #pragma unroll
-            for (int at = 0; at < 16 * CHUNKS; at += 64) {
-                if (FULL && (at + 64 <= RAW_BYTES || (STEP_ALIGN == 16 && first + at < RAW_BYTES)))
-                    copy_async(to + at, from + at);
-                else if (first + at < 16 * CHUNKS)
+            for (int at = 0; at < 16 * CHUNKS; at += 64)
+                if (first + at < 16 * CHUNKS)
                     copy_async(to + at, from + at, max(0, min(16, phase + length - first - at)));
+        }
+        arrive_when_copied(&gates->raw_full[slot]);
+    }
+
+    template <class Tiles>
+    __device__ void copy_raw(const Tiles &tiles) const {
+        Turn<RAW_SLOTS> turn;
+        for (int i = 0; i < tiles.count; i++) {
+            const Tile tile = tiles.tile(i);
+            for (int stage = 0; stage < stages; stage++) {
+                pass_gate(&gates->raw_free[turn.slot], turn.parity ^ 1);
+                if (FULL)
+                    copy_rows(tile, stage, turn.slot);
+                else
+                    copy_parts(tile, stage, turn.slot);
+                turn.go_on();
             }
         }
     }
 
-    // Half a stage of a tile's activations on their way. Lane 4r + t has, of every 16th token from
-    // 4 * warp + r / 2 on, octet t of the half's step r % 2.
-    struct Half {
-        uint4 octets[COPIES];
-        int groups;  // of 16 tokens
+    // -- activations -----------------------------------------------------------------------------
+
+    // Where the stream of loads is. A warp loads every third group of TOGETHER tokens; lane e has
+    // where token e and token e + 32 of them begin in x, in 16 bytes.
+    struct Source {
+        int tile, stage, first;  // the first of its groups that is not loaded yet
+        int groups;              // of the tile, of this warp
+        unsigned rows[2];
     };
 
-    // Where the stream of halves is, and the tile's tokens.
-    struct Source {
-        int tile, stage, half;
-        unsigned rows[COPIES];  // where the rows of x begin, in 16 bytes
-        int groups;
+    // A batch of loads that is on its way.
+    struct Batch {
+        uint4 octets[BATCH];
+        int first, count;
+        bool is_last;  // of its stage
     };
 
     template <class Tiles>
     __device__ void begin_tile(Source &source, const Tiles &tiles) const {
         const Tile tile = tiles.tile(source.tile);
-        const int own = threadIdx.x / 32 * 4 + (threadIdx.x & 31) / 8;
-        source.groups = (tile.count + 15) / 16;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+        source.groups = ((tile.count + TOGETHER - 1) / TOGETHER - warp + X_WARPS - 1) / X_WARPS;
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) {
-            const int token = min(own + 16 * i, tile.count - 1);
-            source.rows[i] = tiles.row_of(tile.first + token) * (product.cols / 8);
+        for (int i = 0; i < 2; i++) {
+            const int e = lane + 32 * i;
+            const int token = TOGETHER * (warp + X_WARPS * (e / TOGETHER)) + e % TOGETHER;
+            source.rows[i] =
+                tiles.row_of(tile.first + min(token, tile.count - 1)) * (product.cols / 8);
         }
     }
 
     template <class Tiles>
-    __device__ void advance(Source &source, const Tiles &tiles) const {
-        source.half ^= 1;
-        if (source.half) return;
+    __device__ void load(Batch &batch, Source &source, const Tiles &tiles) const {
+        const int lane = threadIdx.x & 31, octet = lane % (STAGE / 8), u = lane / (STAGE / 8);
+        const int k = source.stage * STAGE + 8 * octet;
+        const bool in_row = FULL || k < product.cols;
+        const uint4 *from = reinterpret_cast<const uint4 *>(product.activations) + k / 8;
+        batch.first = source.first;
+        batch.count = min(BATCH, source.groups - source.first);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            if (i >= batch.count) break;
+            const int e = TOGETHER * (source.first + i) + u;
+            const unsigned low = __shfl_sync(0xffffffffu, source.rows[0], e & 31);
+            const unsigned high = __shfl_sync(0xffffffffu, source.rows[1], e & 31);
+            batch.octets[i] =
+                in_row ? load_ahead(from + (e < 32 ? low : high)) : make_uint4(0, 0, 0, 0);
+        }
+        source.first += BATCH;
+        batch.is_last = source.first >= source.groups;
+        if (!batch.is_last) return;
+        source.first = 0;
         if (++source.stage < stages) return;
         source.stage = 0;
         if (++source.tile < tiles.count) begin_tile(source, tiles);
     }
 
-    __device__ void load_half(Half &half, const Source &source) const {
-        const int t = threadIdx.x & 3,
-                  step = source.stage % PER_RAW * 4 + 2 * source.half + (threadIdx.x / 4 & 1);
-        const int k = source.stage / PER_RAW * RAW + R::k_of(step, t);
-        const bool in_row = FULL || k < product.cols;
-        const uint4 *from = reinterpret_cast<const uint4 *>(product.activations) + k / 8;
-        half.groups = source.groups;
+    // Lane 4r + t gets octet t of its row's step, of those that it and others loaded; then each
+    // word of four lanes becomes 16 bytes of a plane: the order of mma.cuh.
+    __device__ void store(const Batch &batch, unsigned slot) const {
+        const int lane = threadIdx.x & 31, t = lane & 3, warp = threadIdx.x / 32;
+        const int own_u = lane / 4 / STEPS, own_step = lane / 4 % STEPS;
+        const int source = STAGE / 8 * own_u + own_step / R::OCTETS * 4 * R::OCTETS +
+                           t * R::OCTETS + own_step % R::OCTETS;
+        const int u = lane % 8 / STEPS, step = lane % 8 % STEPS, plane = lane / 8;
+        const int token = TOGETHER * (warp + X_WARPS * batch.first) + u;
+        const unsigned to = slot + step * STEP_BYTES + plane * PLANE_BYTES + 16 * token;
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) {
-            if (i >= source.groups) break;
-            uint4 &to = half.octets[i];
-            to = in_row ? load_ahead(from + source.rows[i]) : make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < BATCH; i++) {
+            if (i >= batch.count) break;
+            uint4 v = batch.octets[i];
+            if (LANE > 8) {
+                v.x = __shfl_sync(0xffffffffu, v.x, source);
+                v.y = __shfl_sync(0xffffffffu, v.y, source);
+                v.z = __shfl_sync(0xffffffffu, v.z, source);
+                v.w = __shfl_sync(0xffffffffu, v.w, source);
+            }
+            store_words(to + 16 * TOGETHER * X_WARPS * i, v);
         }
     }
 
-    // Each word of four lanes' octets becomes 16 bytes of a row: the order of mma.cuh.
-    __device__ void store_half(const Half &half, unsigned place) const {
-        const int lane = threadIdx.x & 31, token = threadIdx.x / 32 * 4 + (lane & 7) / 2;
-        const int chunk = 4 * (lane & 1) + lane / 8;
-        const unsigned to = place + token * TILE_ROW_BYTES + 16 * (chunk ^ (token & 7));
-#pragma unroll
-        for (int i = 0; i < COPIES; i++) {
-            if (i >= half.groups) break;
-            store_words(to + 16 * i * TILE_ROW_BYTES, half.octets[i]);
+    // Stores a batch while the next one is on its way; false after the last.
+    template <class Tiles>
+    __device__ bool pass_on(Batch &batch, Batch &next, Source &source, Turn<X_SLOTS> &turn,
+                            const Tiles &tiles) const {
+        const bool goes_on = source.tile < tiles.count;
+        if (goes_on) load(next, source, tiles);
+        if (batch.first == 0) pass_gate(&gates->x_free[turn.slot], turn.parity ^ 1);
+        store(batch, shared_address(x + turn.slot * X_SLOT_BYTES));
+        if (batch.is_last) {
+            publish_to_tensor_cores();
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) arrive(&gates->x_full[turn.slot]);
+            turn.go_on();
         }
+        return goes_on;
     }
 
     template <class Tiles>
-    __device__ void copy_tiles(const Tiles &tiles) const {
+    __device__ void copy_x(const Tiles &tiles) const {
         if (tiles.count == 0) return;
-        Turn<X_SLOTS> x_turn;
-        Turn<RAW_SLOTS> raw_turn;
         Source source = {0, 0, 0};
         begin_tile(source, tiles);
-        Half halves[2];
-        load_half(halves[0], source);
-        for (int i = 0; i < tiles.count; i++) {
-            const Tile tile = tiles.tile(i);
-            for (int stage = 0; stage < stages; stage++) {
-                if (stage % PER_RAW == 0) {
-                    pass_gate(&gates->raw_free[raw_turn.slot], raw_turn.parity ^ 1);
-                    copy_raw(tile, stage / PER_RAW, raw_turn.slot);
-                    arrive_when_copied(&gates->raw_full[raw_turn.slot]);
-                    raw_turn.go_on();
-                }
-                const unsigned place = shared_address(x + x_turn.slot * X_SLOT_BYTES);
-                advance(source, tiles);
-                load_half(halves[1], source);
-                pass_gate(&gates->x_free[x_turn.slot], x_turn.parity ^ 1);
-                store_half(halves[0], place);
-                advance(source, tiles);
-                if (source.tile < tiles.count) load_half(halves[0], source);
-                store_half(halves[1], place + HALF_BYTES);
-                publish_to_tensor_cores();
-                __syncwarp();
-                if (threadIdx.x % 32 == 0) arrive(&gates->x_full[x_turn.slot]);
-                x_turn.go_on();
-            }
+        Batch even, odd;
+        load(even, source, tiles);
+        Turn<X_SLOTS> turn;
+        while (pass_on(even, odd, source, turn, tiles) && pass_on(odd, even, source, turn, tiles)) {
         }
     }
 
-    // -- multiplying -----------------------------------------------------------------------------
+    // -- products --------------------------------------------------------------------------------
 
-    // Where a warpgroup is in the rings; a slot of activations is free a step after its last one.
     struct Rings {
         Turn<X_SLOTS> x;
         Turn<RAW_SLOTS> raw;
@@ -246,7 +292,12 @@ struct Warpgroups {
         RowScale scale[2];
     };
 
-    // The weights of a step, FIRST + STEP of the raw stage, as wgmma takes them.
+    // The first of the two rows, counted from the tile's first one.
+    __device__ static int own_row() {
+        return (threadIdx.x / 32 - FIRST_MULTIPLYING) * 16 + (threadIdx.x & 31) / 4;
+    }
+
+    // The weights of a step, as wgmma takes them.
     template <int STEP, class Book>
     __device__ void decode_step(unsigned (&w)[2][4], Own &own, const unsigned char *from,
                                 const int (&phase)[2], bool in_row, Book book) const {
@@ -263,69 +314,65 @@ struct Warpgroups {
             for (int i = 0; i < 4; i++) w[half][i] = o[i % 2].pair[2 * half + i / 2];
     }
 
-    // Four steps, FIRST ... of their raw stage. Products of the stage before may still run.
-    template <int FIRST, int NUM, class Book>
-    __device__ void multiply_stage(Sums<NUM> &sums, Own &own, int stage, Rings &rings, bool adds,
+    // What a stage is multiplied with.
+    struct Stage {
+        const unsigned char *from;  // raw rows
+        int phase[2], number;
+        unsigned long long b;
+        bool adds;  // to sums that are there
+    };
+
+    template <int NUM, class Book>
+    __device__ void multiply_stage(Sums<NUM> &sums, Own &own, int number, Rings &rings, bool adds,
                                    Book book) const {
-        const int row = (threadIdx.x / 32 - COPYING / 32) * 16 + (threadIdx.x & 31) / 4;
-        const unsigned char *from = raw + rings.raw.slot * RAW_SLOT_BYTES + row * PITCH;
-        int phase[2];
+        Stage stage;
+        stage.from = raw + rings.raw.slot * RAW_SLOT_BYTES + own_row() * PITCH;
+        stage.number = number;
+        stage.b = planes_descriptor(shared_address(x + rings.x.slot * X_SLOT_BYTES));
+        stage.adds = adds;
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            phase[i] = phase_of(own.address[i] + stage / PER_RAW * RAW_BYTES);
-        if (FIRST == 0) pass_gate(&gates->raw_full[rings.raw.slot], rings.raw.parity);
-        const unsigned long long b =
-            tile_descriptor(shared_address(x + rings.x.slot * X_SLOT_BYTES));
+        for (int i = 0; i < 2; i++) stage.phase[i] = phase_of(own.address[i] + number * RAW_BYTES);
+        pass_gate(&gates->raw_full[rings.raw.slot], rings.raw.parity);
         unsigned w[2][2][4];
-        multiply_one<FIRST, 0>(sums, own, w, from, phase, b, stage, rings, adds, book);
-        multiply_one<FIRST, 1>(sums, own, w, from, phase, b, stage, rings, adds, book);
-        multiply_one<FIRST, 2>(sums, own, w, from, phase, b, stage, rings, adds, book);
-        multiply_one<FIRST, 3>(sums, own, w, from, phase, b, stage, rings, adds, book);
-        if (FIRST + 4 == 4 * PER_RAW) {
-            free_slot(&gates->raw_free[rings.raw.slot]);
-            rings.raw.go_on();
-        }
+        multiply_steps<0>(sums, own, w, stage, rings, book);
+        free_slot(&gates->raw_free[rings.raw.slot]);
+        rings.raw.go_on();
         wait_products<0>();
         free_slot(&gates->x_free[rings.x.slot]);
         rings.x.go_on();
     }
 
-    template <int FIRST, int STEP, int NUM, class Book>
-    __device__ void multiply_one(Sums<NUM> &sums, Own &own, unsigned (&w)[2][2][4],
-                                 const unsigned char *from, const int (&phase)[2],
-                                 unsigned long long b, int stage, const Rings &rings, bool adds,
-                                 Book book) const {
-        const bool in_row = LANE >= 32 || stage * STAGE + 32 * STEP < product.cols;
-        if (STEP >= 2) wait_products<1>();
-        unsigned (&own_w)[2][4] = w[STEP % 2];
-        decode_step<FIRST + STEP>(own_w, own, from, phase, in_row, book);
-        if (STEP == 0) pass_gate(&gates->x_full[rings.x.slot], rings.x.parity);
-        const unsigned long long at = b + (STEP / 2 * HALF_BYTES + STEP % 2 * 64) / 16;
-        begin_products();
-        multiply_async<NUM>(sums.of, own_w[0], at, STEP > 0 || adds);
-        multiply_async<NUM>(sums.of, own_w[1], at + 2, 1);
-        commit_products();
+    // From STEP on: a step's weights are decoded while the products of the one before run.
+    template <int STEP, int NUM, class Book>
+    __device__ void multiply_steps(Sums<NUM> &sums, Own &own, unsigned (&w)[2][2][4],
+                                   const Stage &stage, const Rings &rings, Book book) const {
+        if constexpr (STEP < STEPS) {
+            const bool in_row = LANE >= 32 || stage.number * STAGE + 32 * STEP < product.cols;
+            if (STEP >= 2) wait_products<1>();
+            unsigned (&own_w)[2][4] = w[STEP % 2];
+            decode_step<STEP>(own_w, own, stage.from, stage.phase, in_row, book);
+            if (STEP == 0) pass_gate(&gates->x_full[rings.x.slot], rings.x.parity);
+            const unsigned long long at = stage.b + STEP * STEP_BYTES / 16;
+            begin_products();
+            multiply_async<NUM>(sums.of, own_w[0], at, STEP > 0 || stage.adds);
+            multiply_async<NUM>(sums.of, own_w[1], at + 2 * PLANE_BYTES / 16, 1);
+            commit_products();
+            multiply_steps<STEP + 1>(sums, own, w, stage, rings, book);
+        }
     }
 
     template <int NUM, class Book>
     __device__ void multiply_tile(const Tile &tile, Rings &rings, Book book) const {
         Sums<NUM> sums;
         Own own;
-        const int row = (threadIdx.x / 32 - COPYING / 32) * 16 + (threadIdx.x & 31) / 4;
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            own.address[i] = static_cast<unsigned>(
-                reinterpret_cast<unsigned long long>(row_at(tile, row + 8 * i)));
+        for (int i = 0; i < 2; i++) own.address[i] = lower_bits(row_at(tile, own_row() + 8 * i));
 #pragma unroll
         for (int i = 0; i < NUM / 2; i++) sums.of[i] = sums.totals[i] = 0.0f;
         int left_of_slice = product.slice;
 #pragma unroll 1
         for (int stage = 0; stage < stages; stage++) {
-            const bool adds = left_of_slice != product.slice;
-            if (PER_RAW == 2 && stage % 2)
-                multiply_stage<PER_RAW == 2 ? 4 : 0>(sums, own, stage, rings, adds, book);
-            else
-                multiply_stage<0>(sums, own, stage, rings, adds, book);
+            multiply_stage(sums, own, stage, rings, left_of_slice != product.slice, book);
             left_of_slice -= STAGE;
             if (left_of_slice == 0 || stage + 1 == stages) {
                 left_of_slice = product.slice;
@@ -333,18 +380,12 @@ struct Warpgroups {
                 for (int i = 0; i < NUM / 2; i++) sums.totals[i] += sums.of[i];
             }
         }
-        // A row may end after the first half of its last raw stage.
-        if (PER_RAW == 2 && stages % 2) {
-            free_slot(&gates->raw_free[rings.raw.slot]);
-            rings.raw.go_on();
-        }
         store(sums.totals, tile);
     }
 
     template <int SIZE>
     __device__ void store(const float (&totals)[SIZE], const Tile &tile) const {
-        const int lane = threadIdx.x & 31, t = lane & 3;
-        const int row = tile.first_row + (threadIdx.x / 32 - COPYING / 32) * 16 + lane / 4;
+        const int t = threadIdx.x & 3, row = tile.first_row + own_row();
         float *to = product.out + row + static_cast<long long>(tile.first + 2 * t) * product.rows;
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
@@ -355,7 +396,6 @@ struct Warpgroups {
         }
     }
 
-    // Tiles have `num` tokens or fewer; WHOLE: as good as always as many as fit.
     template <bool WHOLE, class Tiles, class Book>
     __device__ void multiply_tiles(const Tiles &tiles, Book book) const {
         Rings rings;
@@ -373,11 +413,16 @@ struct Warpgroups {
     }
 
     // All threads of the block, after a barrier that follows open_gates and the book's loading.
+    // WHOLE: tiles have about as many tokens as fit.
     template <bool WHOLE, class Tiles, class Book>
     __device__ void run(const Tiles &tiles, Book book) const {
-        if (threadIdx.x < COPYING) {
+        const int warp = threadIdx.x / 32;
+        if (warp < FIRST_MULTIPLYING) {
             give_registers<COPYING_REGISTERS>();
-            copy_tiles(tiles);
+            if (warp == RAW_WARP)
+                copy_raw(tiles);
+            else
+                copy_x(tiles);
         } else {
             take_registers<MULTIPLYING_REGISTERS>();
             multiply_tiles<WHOLE>(tiles, book);
@@ -474,7 +519,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     matmul_warpgroup(const float *, const unsigned short *activations, const unsigned char *data,
                      float *out, long long, long long tokens, long long rows, long long cols,
                      long long slice) {
-    extern __shared__ __align__(1024) unsigned char shared[];
+    extern __shared__ __align__(128) unsigned char shared[];
     const Warpgroups<TYPE, LANE, ALIGN, X_SLOTS, RAW_SLOTS> block(
         {activations, out, static_cast<int>(rows), static_cast<int>(cols), static_cast<int>(slice)},
         shared);
@@ -496,7 +541,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                       const int *row_of, const int *expert_start, float *out, long long,
                       long long rows, long long cols, long long offset_bytes, long long experts,
                       long long slice) {
-    extern __shared__ __align__(1024) unsigned char shared[];
+    extern __shared__ __align__(128) unsigned char shared[];
     const Warpgroups<TYPE, LANE, ALIGN, X_SLOTS, RAW_SLOTS> block(
         {activations, out, static_cast<int>(rows), static_cast<int>(cols), static_cast<int>(slice)},
         shared);

@@ -59,19 +59,6 @@ __device__ inline void copy_async(void *shared, const void *global) {
 #endif
 }
 
-// N bytes, 4 or 8, aligned to as many; unlike the others through the first-level cache.
-template <int N>
-__device__ inline void copy_word(void *shared, const void *global) {
-#if __CUDA_ARCH__ >= 800
-    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(N)
-                 : "memory");
-#else
-    for (int i = 0; i < N / 4; i++)
-        static_cast<unsigned *>(shared)[i] = static_cast<const unsigned *>(global)[i];
-#endif
-}
-
 // Closes a group of the thread's copies.
 __device__ inline void commit_copies() {
 #if __CUDA_ARCH__ >= 800

@@ -84,7 +84,6 @@ class Shape(NamedTuple):
 
 # In order of preference. Wide tiles read least; small ones and 160 rows suit narrow matrices.
 DENSE = tuple(Shape(*warps) for warps in ((4, 2), (4, 1), (5, 1), (2, 2), (2, 1), (1, 1)))
-GROUPED = tuple(Shape(*warps) for warps in ((4, 2), (2, 2), (4, 1), (2, 1), (1, 1)))
 
 
 def is_long(matrix: Matrix) -> bool:
@@ -97,19 +96,18 @@ def book_bytes(qtype: QuantType) -> int:
     return WIDE_BOOK_BYTES if qtype in WIDE_BOOKS else 4 * len(code_book(qtype))
 
 
-def prompt_shared_bytes(matrix: Matrix, shape: Shape, experts: int = 0) -> int:
-    """Raw rows, activations, weights, known tiles and their tokens, code book, sums of tiles."""
+def prompt_shared_bytes(matrix: Matrix, shape: Shape) -> int:
+    """Raw rows, activations, weights, known tiles and their tokens, code book."""
     raw_bytes = matrix.bytes_of(256 if is_long(matrix) else 128)
     chunks = blocks(raw_bytes + 16 - math.gcd(matrix.align, raw_bytes), 16) | 1
     slot = shape.rows * 16 * chunks + SLOT_PADDING + (shape.tokens + shape.rows) * STAGE_BYTES
     known = RING_TILES * (TILE_BYTES + 4 * shape.tokens) + 64  # read, not used, beyond the last
-    rest = book_bytes(matrix.qtype) + (6 * (experts + 1) if experts else 0)
-    return SLOTS * slot + known + rest
+    return SLOTS * slot + known + book_bytes(matrix.qtype)
 
 
-def _resident(matrix: Matrix, shape: Shape, gpu: Gpu, experts: int) -> int:
+def _resident(matrix: Matrix, shape: Shape, gpu: Gpu) -> int:
     """Blocks that a multiprocessor holds at once; 0: not even one fits."""
-    nbytes = prompt_shared_bytes(matrix, shape, experts)
+    nbytes = prompt_shared_bytes(matrix, shape)
     if nbytes > gpu.shared_bytes:
         return 0
     all_bytes = gpu.shared_bytes + BLOCK_SHARED_BYTES
@@ -130,13 +128,11 @@ class _Choice(NamedTuple):
     resident: int  # blocks of it on a multiprocessor
 
 
-def _choose(
-    matrix: Matrix, shapes: Iterable[Shape], tokens: int, gpu: Gpu, experts: int = 0
-) -> _Choice:
+def _choose(matrix: Matrix, shapes: Iterable[Shape], tokens: int, gpu: Gpu) -> _Choice:
     """The shape that is done first; the first of several."""
     best, best_cost = None, math.inf
     for shape in shapes:
-        resident = _resident(matrix, shape, gpu, experts)
+        resident = _resident(matrix, shape, gpu)
         if resident == 0:
             continue
         tiles = blocks(matrix.rows, shape.rows) * blocks(tokens, shape.tokens)
@@ -151,23 +147,10 @@ def _choose(
     return best
 
 
-def _plan(
-    name: str, matrix: Matrix, choice: _Choice, tiles: int, gpu: Gpu, experts: int = 0
-) -> Plan:
-    shape = choice.shape
-    return Plan(
-        unit=unit_of("matmul_prompt.cu", name, matrix.qtype, matrix.lane, matrix.align, *shape),
-        grid=(min(tiles, choice.resident * max(1, gpu.num_multiprocessors)), 1, 1),
-        block=(WARP * shape.warps, 1, 1),
-        shared_bytes=prompt_shared_bytes(matrix, shape, experts),
-        extents=(*((experts,) if experts else ()), slice_cols(matrix.qtype, matrix.cols)),
-    )
-
-
 @lru_cache(maxsize=4096)
-def has_prompt_plan(matrix: Matrix, gpu: Gpu, experts: int = 0) -> bool:
+def has_prompt_plan(matrix: Matrix, gpu: Gpu) -> bool:
     """Whether any shape fits; on GPUs with little shared memory some types' rows do not."""
-    return any(_resident(matrix, shape, gpu, experts) for shape in DENSE)
+    return any(_resident(matrix, shape, gpu) for shape in DENSE)
 
 
 @lru_cache(maxsize=4096)
@@ -179,26 +162,17 @@ def prompt_plan(
     Raises:
         DeviceError: no candidate fits.
     """
-    choice = _choose(matrix, candidates, tokens, gpu)
-    tiles = blocks(matrix.rows, choice.shape.rows) * blocks(tokens, choice.shape.tokens)
-    return _plan("matmul_prompt", matrix, choice, tiles, gpu)
-
-
-@lru_cache(maxsize=4096)
-def grouped_prompt_plan(
-    matrix: Matrix, pairs: int, experts: int, gpu: Gpu, candidates: tuple[Shape, ...] = GROUPED
-) -> Plan:
-    """The many-row function over the pairs of all experts.
-
-    Raises:
-        DeviceError: no candidate fits.
-    """
-    # How many tiles there are depends on the routing, so no shape is known to end first.
-    fitting = [shape for shape in candidates if _resident(matrix, shape, gpu, experts)]
-    choice = _choose(matrix, fitting[:1], pairs, gpu, experts)
-    tiles = pairs // choice.shape.tokens + min(pairs, experts)
-    row_tiles = blocks(matrix.rows, choice.shape.rows)
-    return _plan("grouped_prompt", matrix, choice, tiles * row_tiles, gpu, experts)
+    shape, resident = _choose(matrix, candidates, tokens, gpu)
+    tiles = blocks(matrix.rows, shape.rows) * blocks(tokens, shape.tokens)
+    return Plan(
+        unit=unit_of(
+            "matmul_prompt.cu", "matmul_prompt", matrix.qtype, matrix.lane, matrix.align, *shape
+        ),
+        grid=(min(tiles, resident * max(1, gpu.num_multiprocessors)), 1, 1),
+        block=(WARP * shape.warps, 1, 1),
+        shared_bytes=prompt_shared_bytes(matrix, shape),
+        extents=(slice_cols(matrix.qtype, matrix.cols),),
+    )
 
 
 def has_split_plan(matrix: Matrix, x_address: int, gpu: Gpu) -> bool:

@@ -18,32 +18,35 @@ CAPABILITY = (9, 0)  # wgmma belongs to exactly this one
 TILE_ROWS = 128
 TILE_TOKENS = 128
 THREADS = 384
-X_SLOT_BYTES = 2 * TILE_TOKENS * 128
+PLANE_BYTES = 16 * TILE_TOKENS  # of 8 k
 SLOT_PADDING = 16
 GATE_BYTES = 8
 SCRATCH_BYTES = 4 * THREADS // 32
 
 
 class Slots(NamedTuple):
-    """Stages in shared memory: of activations, 128 k each, and of raw rows, 128 or 256."""
+    """Stages in shared memory, of 256 k or 128: of activations, and of raw rows."""
 
     x: int
     raw: int
 
 
 # In order of preference: the first that fits.
-LONG_STAGES = tuple(Slots(*n) for n in ((4, 3), (4, 2), (3, 2), (2, 2)))
+LONG_STAGES = tuple(Slots(*n) for n in ((2, 4), (2, 3), (2, 2)))
 SHORT_STAGES = tuple(Slots(*n) for n in ((4, 4), (4, 3), (3, 3), (2, 2)))
 
 
 def warpgroup_shared_bytes(matrix: Matrix, slots: Slots, experts: int = 0) -> int:
     """Activations, raw rows, gates, code book and which tiles are which expert's."""
-    raw_bytes = matrix.bytes_of(256 if is_long(matrix) else 128)
+    stage = 256 if is_long(matrix) else 128
+    together = 256 // stage
+    x = slots.x * stage // 32 * (4 * PLANE_BYTES + 16 * together)
+    raw_bytes = matrix.bytes_of(stage)
     chunks = blocks(raw_bytes + 16 - math.gcd(matrix.align, raw_bytes), 16) | 1
     raw = slots.raw * (TILE_ROWS * 16 * chunks + SLOT_PADDING)
     gates = 2 * GATE_BYTES * sum(slots)
     known = SCRATCH_BYTES + 6 * (experts + 1) if experts else 0
-    return slots.x * X_SLOT_BYTES + raw + gates + book_bytes(matrix.qtype) + known
+    return x + raw + gates + book_bytes(matrix.qtype) + known
 
 
 def _slots(matrix: Matrix, gpu: Gpu, experts: int) -> Slots | None:
