@@ -100,8 +100,8 @@ def test_products_read_what_was_fetched(
         fetch, foresight, stream = Fetcher.fetch, fetcher._foresight, engine._stream
         assert (foresight is not None) == bool(ahead)
 
-        def spoiling(self: Fetcher, layer: int, *args: Any, **how: Any) -> ExpertMatrices:
-            matrices = fetch(self, layer, *args, **how)
+        def spoiling(self: Fetcher, layer: int, *args: Any) -> ExpertMatrices:
+            matrices = fetch(self, layer, *args)
             stream.fill(fetcher._slots if foresight is None else foresight.ahead(layer).slots, 0)
             return matrices
 
@@ -110,6 +110,23 @@ def test_products_read_what_was_fetched(
         monkeypatch.undo()
     with way.open(path, device_name) as engine, engine.sequence() as sequence:
         assert not same(spoilt, sequence.step(ANSWER[0]))
+
+
+def test_a_step_learns_what_was_foreseen_wrongly(path: Path, device_name: str) -> None:
+    way = Way(cache=0, fetch=TOP_K, ahead=4)
+    with way.open(path, device_name) as engine, engine.sequence() as sequence:
+        fetcher = engine._forward.fetcher
+        assert fetcher is not None
+        foresight = fetcher._foresight
+        assert foresight is not None
+        off = []
+        for token in ANSWER[:1] * 6:
+            sequence.step(token)
+            parts = foresight.errors, foresight._foreseen, foresight._logits
+            errors, foreseen, logits = (download(engine._device, engine._stream, x) for x in parts)
+            off.append(float(np.abs(logits[1:, 0] - foreseen[1:, 0] - errors[1:]).mean()))
+        assert off[-1] < off[0] / 2
+        assert not errors[0].any()  # nobody foresees the first layer
 
 
 def test_a_step_reads_what_it_misses_from_slots(path: Path, device_name: str) -> None:

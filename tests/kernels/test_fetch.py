@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -14,6 +12,8 @@ from strata_cli.engine.kernels.fetch import (
     AHEAD_WORDS,
     BRING_AHEAD,
     FETCH_BLOBS,
+    LEARN_ERRORS,
+    LEARNT,
     LINE_BYTES,
     MOST_AHEAD,
     MOST_FETCHED,
@@ -22,6 +22,7 @@ from strata_cli.engine.kernels.fetch import (
     bring_ahead,
     fetch_blobs,
     fetch_stride,
+    learn_errors,
 )
 from strata_cli.engine.kernels.splitting import SlotRange
 from strata_cli.errors import ShapeError
@@ -61,19 +62,22 @@ class Scene:
             lab.put(np.zeros(AHEAD_WORDS, np.int32)), lab.empty((3, self.stride), np.uint8)
         )
 
-    def bring(self, logits: NDArray[np.float32], before: Sequence[int] = ()) -> list[int]:
+    def bring(
+        self, logits: NDArray[np.float32], errors: NDArray[np.float32] | None = None
+    ) -> list[int]:
         """Bring what a router of these logits [T, E] might choose; returns what should come.
 
         Args:
             logits: see above.
-            before: experts that were used before.
+            errors: what is added to them, [E]; None: nothing.
         """
         may_come = (self.addresses != 0) & ~self.is_cached
-        used = np.array([*before, -1], np.int32)
-        tables = self.lab.put(used), self.lab.put(self.addresses)
+        if errors is None:
+            errors = np.zeros(logits.shape[1], np.float32)
+        tables = self.lab.put(errors), self.lab.put(self.addresses)
         operands = (self.lab.put(logits), *tables, self.cached, self.ahead, self.blob_bytes)
         bring_ahead(self.lab.stream, *operands)
-        chosen = BRING_AHEAD.reference(logits, used, may_come, self.ahead.slots.shape[0])
+        chosen = BRING_AHEAD.reference(logits, errors, may_come, self.ahead.slots.shape[0])
         return [int(expert) for expert in chosen]
 
     def fetch(
@@ -175,12 +179,27 @@ def test_equal_logits_come_by_id_and_no_more_than_there_are(lab: Lab) -> None:
     scene.fetch(np.ones(4, np.int32), come)
 
 
-def test_experts_that_were_used_before_are_likelier(lab: Lab) -> None:
-    scene = Scene(lab, 500, np.zeros(6, np.bool_), num_slots=6)
-    logits = np.array([[4, 3.5, 3, 2, 1, -4]], np.float32)  # an eighth of their range is 1
-    come = scene.bring(logits, [3, 2, 3, 900, -5])
-    assert come == [0, 2, 1]  # 4, 4 by id, 3.5; not 3, which counts but once
-    scene.fetch(np.ones(6, np.int32), come)
+def test_errors_are_added_to_what_is_foreseen(lab: Lab) -> None:
+    scene = Scene(lab, 500, np.zeros(5, np.bool_), num_slots=5)
+    logits = np.array([[4, 3, 2, 1, 0]], np.float32)
+    come = scene.bring(logits, np.array([-9, 0, 0.5, 5, np.nan], np.float32))
+    assert come == [3, 1, 2]
+    scene.fetch(np.ones(5, np.int32), come)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_errors_follow_what_is_foreseen_wrongly(lab: Lab, num_tokens: int) -> None:
+    rng = np.random.default_rng(4)
+    foreseen, logits = (rng.standard_normal((3, 3, 70), np.float32) for _ in range(2))
+    logits[1, 0, 5] = np.inf
+    errors = rng.standard_normal((3, 70), np.float32)
+    expected = LEARN_ERRORS.reference(foreseen, logits, errors, LEARNT, num_tokens)
+    found = lab.put(errors)
+    learn_errors(lab.stream, lab.put(foreseen), lab.put(logits), found, num_tokens)
+    np.testing.assert_allclose(lab.get(found), expected, rtol=1e-5, atol=1e-6)
+    assert expected[1, 5] == 0
+    with pytest.raises(ShapeError, match="4 tokens of 3"):
+        learn_errors(lab.stream, lab.put(foreseen), lab.put(logits), found, 4)
 
 
 def test_many_experts_are_listed(lab: Lab) -> None:

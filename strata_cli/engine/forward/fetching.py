@@ -2,9 +2,9 @@
 
 A layer's missing experts are fetched when it is routed, and then the link rests until the next one
 is. Meanwhile those come that the next layer's router would choose if it read what this layer's
-does, rather those that the token before used: layers add little to the residual streams, and tokens
-little to what the text is about, so it is mostly right. Where it is wrong nothing is lost: what
-routing wants ends it, and goes first.
+does. What its logits turn out to lack, expert by expert, is learned from token to token and added:
+then it is mostly right. Where it is wrong nothing is lost: what routing wants ends it, and goes
+first.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from strata_cli.engine.kernels.fetch import (
     bring_ahead,
     fetch_blobs,
     fetch_stride,
+    learn_errors,
 )
 from strata_cli.engine.kernels.splitting import SlotRange
 
@@ -39,12 +40,10 @@ class FetchSizes(NamedTuple):
     Attributes:
         num_slots: for what a layer misses, 1..MOST_FETCHED; 0: there is no Fetcher.
         num_ahead: for what the next layer will probably miss, 0..MOST_AHEAD.
-        top_k: experts of a token and layer; of use where there are such slots.
     """
 
     num_slots: int
     num_ahead: int = 0
-    top_k: int = 0
 
     def nbytes(self, blob_bytes: int, num_pairs: int) -> int:
         """Device memory of the Fetcher, at most, for so many (layer, expert) pairs."""
@@ -52,7 +51,7 @@ class FetchSizes(NamedTuple):
             return 0
         stride = fetch_stride(blob_bytes)
         ahead = TURNS * self.num_ahead * stride + TAIL_BYTES
-        tables = 4 * (2 * FETCH_TOKENS + AHEAD_WORDS) * num_pairs
+        tables = 4 * (2 * FETCH_TOKENS + 1 + AHEAD_WORDS) * num_pairs
         room = ahead + tables if self.num_ahead else 0
         return self.num_slots * stride + TAIL_BYTES + 8 * num_pairs + room
 
@@ -74,59 +73,60 @@ class Foresight:
     Args:
         device: of the passes.
         shape: layers, and experts of each.
-        sizes: of the Fetcher.
-        stride: bytes of a slot.
+        slots_shape: slots, and bytes of each.
 
     Attributes:
         stream: beside that of the passes.
+        states: of all layers, see Ahead.
+        errors: what is added to foreseen logits, float32 [L, E].
     """
 
     def __init__(
-        self, device: Device, shape: tuple[int, int], sizes: FetchSizes, stride: int
+        self, device: Device, shape: tuple[int, int], slots_shape: tuple[int, int]
     ) -> None:
-        num_slots = sizes.num_ahead
+        num_slots, stride = slots_shape
         with ExitStack() as resources:
             self.stream = device.stream("ahead")
             resources.callback(self.stream.close)
             nbytes = TURNS * num_slots * stride + TAIL_BYTES
             memory = resources.enter_context(device.allocate(nbytes))
             self._slots = Tensor.over(memory, (TURNS, num_slots, stride), np.uint8)
-            self._states = empty(device, (shape[0], AHEAD_WORDS), np.int32)
-            resources.callback(self._states.buffer.close)
-            self._before = empty(device, (shape[0], FETCH_TOKENS * sizes.top_k), np.int32)
-            resources.callback(self._before.buffer.close)
-            self._logits = empty(device, (shape[0], FETCH_TOKENS, shape[1]), np.float32)
+            self.states = empty(device, (shape[0], AHEAD_WORDS), np.int32)
+            resources.callback(self.states.buffer.close)
+            self._foreseen, self._logits = (
+                empty(device, (shape[0], FETCH_TOKENS, shape[1]), np.float32) for _ in range(2)
+            )
+            resources.callback(self._foreseen.buffer.close)
             resources.callback(self._logits.buffer.close)
+            self.errors = empty(device, shape, np.float32)
+            resources.callback(self.errors.buffer.close)
+            self.stream.fill(self.errors, 0)
+            self.stream.synchronize()
             self._resources = resources.pop_all()
-
-    def begin(self, stream: Stream, routed: Tensor) -> None:
-        """Enqueue, on the stream of a pass, what must be so before any layer is looked ahead to.
-
-        Args:
-            stream: of the pass.
-            routed: experts of every layer that the last pass wanted, int32 [L, T, k].
-        """
-        stream.fill(self._states, 0)
-        before = self._before.reshape(self._before.size).rows(0, routed.size)
-        stream.copy(before, routed.reshape(routed.size))
-
-    def before(self, layer: int, num_tokens: int) -> Tensor:
-        """Experts of a layer that the last pass of so few tokens wanted, [T * k]."""
-        num_layers = self._before.shape[0]
-        count = self._before.shape[1] // FETCH_TOKENS * num_tokens
-        own = self._before.reshape(self._before.size).rows(0, num_layers * count)
-        return own.rows(layer * count, (layer + 1) * count)
 
     def ahead(self, layer: int) -> Ahead:
         """What comes for a layer."""
-        turn, own = layer % TURNS, self._states.rows(layer, layer + 1)
+        turn, own = layer % TURNS, self.states.rows(layer, layer + 1)
         slots = self._slots.rows(turn, turn + 1)
         return Ahead(own.reshape(AHEAD_WORDS), slots.reshape(*slots.shape[1:]))
 
+    def foreseen(self, layer: int, num_tokens: int) -> Tensor:
+        """What a layer's router will probably say, less its errors, [T, E]."""
+        return _of_layer(self._foreseen, layer, num_tokens)
+
     def logits(self, layer: int, num_tokens: int) -> Tensor:
-        """What its router will probably say, [T, E]."""
-        own = self._logits.rows(layer, layer + 1)
-        return own.reshape(*own.shape[1:]).rows(0, num_tokens)
+        """Where what it says goes, [T, E]."""
+        return _of_layer(self._logits, layer, num_tokens)
+
+    def errors_of(self, layer: int) -> Tensor:
+        """What is added to what is foreseen of a layer, [E]."""
+        return self.errors.rows(layer, layer + 1).reshape(self.errors.shape[1])
+
+    def learn(self, num_tokens: int) -> None:
+        """Enqueue, beside a pass whose routers have all spoken, what it teaches."""
+        num_layers = self.errors.shape[0]
+        foreseen, logits = (x.rows(1, num_layers) for x in (self._foreseen, self._logits))
+        learn_errors(self.stream, foreseen, logits, self.errors.rows(1, num_layers), num_tokens)
 
     def close(self) -> None:
         """Give the memory back, when no pass runs any more. Safe to call twice."""
@@ -137,6 +137,11 @@ class Foresight:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _of_layer(tensor: Tensor, layer: int, num_tokens: int) -> Tensor:
+    own = tensor.rows(layer, layer + 1)
+    return own.reshape(*own.shape[1:]).rows(0, num_tokens)
 
 
 class Fetcher:
@@ -174,7 +179,8 @@ class Fetcher:
             resources.callback(self._staged.buffer.close)
             self._foresight: Foresight | None = None
             if sizes.num_ahead:
-                foresight = Foresight(device, (len(layouts), num_experts), sizes, stride)
+                shape = len(layouts), num_experts
+                foresight = Foresight(device, shape, (sizes.num_ahead, stride))
                 self._foresight = resources.enter_context(foresight)
             self._resources = resources.pop_all()
         self._experts = tuple(blob_experts((layout,), self._staged)[0] for layout in layouts)
@@ -183,51 +189,60 @@ class Fetcher:
         """Whether passes that are recorded can bring experts before they are routed to."""
         return self._foresight is not None and num_tokens <= FETCH_TOKENS
 
-    def next_logits(self, layer: int, num_tokens: int) -> Tensor | None:
+    def router_logits(self, layer: int, num_tokens: int) -> Tensor:
+        """Where what a layer's router says must go in a pass that looks ahead, float32 [T, E]."""
+        assert self._foresight is not None
+        return self._foresight.logits(layer, num_tokens)
+
+    def foreseen_logits(self, layer: int, num_tokens: int) -> Tensor | None:
         """Where what the next layer's router makes of this layer's input goes, float32 [T, E].
 
         None: there is no next layer.
         """
         assert self._foresight is not None
         is_last = layer + 1 == len(self._layouts)
-        return None if is_last else self._foresight.logits(layer + 1, num_tokens)
+        return None if is_last else self._foresight.foreseen(layer + 1, num_tokens)
 
     def fetch(
-        self, layer: int, expert_start: Tensor, routed: Tensor | None = None
+        self, layer: int, expert_start: Tensor, ahead_tokens: int | None = None
     ) -> ExpertMatrices:
         """Enqueue the fetch of a layer's missing experts.
 
         Args:
-            layer: of the pass; all of them in turn where it looks ahead.
+            layer: of the pass.
             expert_start: where each expert's pairs begin, int32 [E + 1] or longer, by id.
-            routed: experts of every layer, int32 [L, T, k], which layers up to this one have
-                overwritten: bring what the next layer will probably miss, behind these. In a
-                recorded pass alone, for which looks_ahead() holds; next_logits() are on their way.
-                None: this layer's alone.
+            ahead_tokens: what the next layer will probably miss is to come behind these, in a pass
+                of so many. Only in a recorded one for which looks_ahead() holds, for all layers in
+                turn, when both logits of the layer are on their way. None: nothing is.
 
         Returns:
             The layer's experts as they are until the next fetch.
         """
-        foresight = self._foresight
-        if foresight is None or routed is None:
+        if ahead_tokens is None:
             self._fetch(layer, expert_start, None)
-            return self._experts[layer]
-        if layer == 0:
-            foresight.begin(self._stream, routed)
-        self._fetch(layer, expert_start, foresight.ahead(layer) if layer else None)
-        if layer + 1 < len(self._layouts):
-            self._bring(layer + 1, routed.shape[1], foresight)
-        elif layer:
-            self._stream.join(foresight.stream)
+        else:
+            self._fetch_and_look_ahead(layer, expert_start, ahead_tokens)
         return self._experts[layer]
+
+    def _fetch_and_look_ahead(self, layer: int, expert_start: Tensor, num_tokens: int) -> None:
+        foresight, stream = self._foresight, self._stream
+        assert foresight is not None
+        if layer == 0:
+            stream.fill(foresight.states, 0)
+        self._fetch(layer, expert_start, foresight.ahead(layer) if layer else None)
+        stream.fork(foresight.stream)
+        if layer + 1 < len(self._layouts):
+            self._bring(layer + 1, num_tokens, foresight)
+        else:
+            foresight.learn(num_tokens)
+            stream.join(foresight.stream)
 
     def _bring(self, layer: int, num_tokens: int, foresight: Foresight) -> None:
         """Enqueue what a layer will probably miss, beside what follows on the pass's stream."""
-        self._stream.fork(foresight.stream)
         bring_ahead(
             foresight.stream,
-            foresight.logits(layer, num_tokens),
-            foresight.before(layer, num_tokens),
+            foresight.foreseen(layer, num_tokens),
+            foresight.errors_of(layer),
             self._addresses_of(layer),
             self._cached,
             foresight.ahead(layer),

@@ -468,7 +468,12 @@ class Forward:
     ) -> moe.CombineOperands:
         """Enqueue a layer's experts. What does not depend on the routing fills the wait for it."""
         take, num, stream = self.workspace.take, read.values.shape[0], self.stream
-        router, ids = take("router", num), self._expert_ids(index, num)
+        experts, rank_of, split = feed.experts(index)
+        is_few = num <= FEW_TOKENS
+        fetcher = self.fetcher if is_few and rank_of is None else None
+        ahead = fetcher if is_recorded and fetcher and fetcher.looks_ahead(num) else None
+        router = take("router", num) if ahead is None else ahead.router_logits(index, num)
+        ids = self._expert_ids(index, num)
         places, start = take("expert_weights", num), take("expert_start", self.spec.num_experts + 1)
         row_of = take("row_of", num * self.spec.num_experts_per_tok)
         pair_of = take("pair_of", num)
@@ -478,12 +483,8 @@ class Forward:
             *(Product(weights.router, router), Product(weights.shared_logit, shared_logit)),
             *(Product(weights.shared_gate, gate), Product(weights.shared_up, up)),
         )
-        experts, rank_of, split = feed.experts(index)
-        is_few = num <= FEW_TOKENS
-        fetcher = self.fetcher if is_few and rank_of is None else None
-        looks_ahead = is_recorded and fetcher is not None and fetcher.looks_ahead(num)
         if is_few:  # together for little more than the router takes
-            foreseen = self._next_router(index, num) if looks_ahead else ()
+            foreseen = () if ahead is None else self._foreseen(ahead, index, num)
             matmul_several(stream, read.values, (*products, *foreseen))
         else:
             matmul(stream, read.values, weights.router, router)
@@ -503,7 +504,8 @@ class Forward:
         expert_out = take("expert_out", row_of.shape[0])
         feed.publish(index, start, PairRows(read.values, row_of, expert_out))
         if fetcher is not None:
-            experts = fetcher.fetch(index, start, self.routed(num) if looks_ahead else None)
+            tokens = None if ahead is None else num
+            experts = fetcher.fetch(index, start, tokens)
         if not is_few:
             matmul_several(stream, read.values, products[1:], read.rounded)
         if not is_beside:
@@ -514,10 +516,9 @@ class Forward:
             self._take_the_others(index, split, start, expert_out)
         return moe.CombineOperands(expert_out, pair_of, places, shared_out, shared_logit)
 
-    def _next_router(self, index: int, num_tokens: int) -> tuple[Product, ...]:
+    def _foreseen(self, ahead: Fetcher, index: int, num_tokens: int) -> tuple[Product, ...]:
         """What the next layer's router makes of this layer's input, as far as there is one."""
-        assert self.fetcher is not None
-        logits = self.fetcher.next_logits(index, num_tokens)
+        logits = ahead.foreseen_logits(index, num_tokens)
         if logits is None:
             return ()
         return (Product(self.weights.layers[index + 1].moe.router, logits),)

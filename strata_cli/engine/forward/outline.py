@@ -142,7 +142,7 @@ class Outline:
             return None
         addresses = self._cached[0].gate.blobs
         layers = empty(self._paper, (len(self._cached), addresses.size), np.int64)
-        sizes = FetchSizes(1, 1, self._spec.num_experts_per_tok)
+        sizes = FetchSizes(1, 1)
         return Fetcher(self._paper, stream, self._layouts, layers, SlotRange(0, 0), sizes)
 
 

@@ -156,49 +156,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
 }
 
-// Smallest and largest of a block's integers, for all its threads.
-__device__ inline int2 range_of_block(int least, int most) {
-    __shared__ int leasts[32], mosts[32];
-    const int warp = threadIdx.x / 32;
-    least = -max_of_warp(-least);
-    most = max_of_warp(most);
-    if ((threadIdx.x & 31) == 0) {
-        leasts[warp] = least;
-        mosts[warp] = most;
-    }
-    __syncthreads();
-    for (int w = 0; w < blockDim.x / 32; w++) {
-        least = min(least, leasts[w]);
-        most = max(most, mosts[w]);
-    }
-    return make_int2(least, most);
-}
-
-// keys [E]: what orders experts by how likely they are: by the largest logit of any token, with an
-// eighth of the range of all such for those that were used before; LEAST: may not come.
-__device__ inline void rate_experts(int *keys, const float *logits, const int *before,
+// keys [E]: what orders experts by how likely they are: by the largest logit of any token, with
+// what routing was found to add to it; LEAST: may not come.
+__device__ inline void rate_experts(int *keys, const float *logits, const float *errors,
                                     const long long *addresses, long long first_cached,
-                                    long long end_cached, long long tokens, long long num_before,
-                                    long long experts) {
-    int least = 0x7fffffff, most = LEAST;
+                                    long long end_cached, long long tokens, long long experts) {
     for (long long e = threadIdx.x; e < experts; e += blockDim.x) {
+        const long long address = addresses[e];
+        const bool is_cached = address >= first_cached && address < end_cached;
         float largest = lowest();
         for (long long token = 0; token < tokens; token++)
             largest = fmaxf(largest, logits[token * experts + e]);
-        const int order = order_of(largest);
-        keys[e] = order;
-        least = min(least, order);
-        most = max(most, order);
-    }
-    const int2 range = range_of_block(least, most);
-    const float bonus = (logit_of(range.y) - logit_of(range.x)) * 0.125f;
-    for (long long e = threadIdx.x; e < experts; e += blockDim.x) {  // its own from above
-        const long long address = addresses[e];
-        const bool is_cached = address >= first_cached && address < end_cached;
-        bool was_used = false;
-        for (long long i = 0; i < num_before; i++) was_used |= before[i] == e;
-        const int order = was_used ? order_of(logit_of(keys[e]) + bonus) : keys[e];
-        keys[e] = address && !is_cached ? max(order, LEAST + 1) : LEAST;
+        keys[e] = address && !is_cached ? max(order_of(largest + errors[e]), LEAST + 1) : LEAST;
     }
     __syncthreads();
 }
@@ -232,19 +201,18 @@ __device__ inline void list_ahead(Ahead &own, Blobs &blobs, int *keys, const lon
 }
 
 // bring_ahead: blobs of a layer that is not routed yet, the likeliest first, until it is
-//   logits [T,E] f32, before [P], addresses [E] -> slots [S, stride], ahead; shared 4 * E bytes
+//   logits [T,E] f32, errors [E] f32, addresses [E] -> slots [S, stride], ahead; shared 4 * E bytes
 //   Reads S blobs at most. The link is the limit; few warps keep it busy, and what is under way
 //   when it is ended is what they hold.
-extern "C" __global__ void bring_ahead(const float *logits, const int *before,
+extern "C" __global__ void bring_ahead(const float *logits, const float *errors,
                                        const long long *addresses, long long first_cached,
                                        long long end_cached, unsigned char *slots, Ahead *ahead,
-                                       long long bytes, long long tokens, long long num_before,
-                                       long long experts, long long num_slots, long long stride) {
+                                       long long bytes, long long tokens, long long experts,
+                                       long long num_slots, long long stride) {
     extern __shared__ int keys[];
     __shared__ Blobs blobs;
     __shared__ Ahead own;
-    rate_experts(keys, logits, before, addresses, first_cached, end_cached, tokens, num_before,
-                 experts);
+    rate_experts(keys, logits, errors, addresses, first_cached, end_cached, tokens, experts);
     list_ahead(own, blobs, keys, addresses, experts, num_slots);
     // Every block writes the same, so that it is there before the first span is claimed.
     if (threadIdx.x < own.count) ahead->experts[threadIdx.x] = own.experts[threadIdx.x];
@@ -264,4 +232,20 @@ extern "C" __global__ void bring_ahead(const float *logits, const int *before,
         __syncwarp();
         if ((threadIdx.x & 31) == 0) atomicAdd(&ahead->done, 1u);
     }
+}
+
+// learn_errors: errors [L,E] follow what logits lack of those that were foreseen, by a part
+//   foreseen, logits [L,T,E] f32, of which the first tokens count
+//   grid (L * E / block); moves 8 * (tokens + 1) * L*E bytes
+extern "C" __global__ void learn_errors(const float *foreseen, const float *logits, float *errors,
+                                        float part, long long tokens, long long all,
+                                        long long experts, long long room) {
+    const long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+    if (i >= all) return;
+    const long long first = i / experts * room * experts + i % experts;
+    float lacking = 0.0f;
+    for (long long token = 0; token < tokens; token++)
+        lacking += logits[first + token * experts] - foreseen[first + token * experts];
+    const float error = errors[i] + part * (lacking / static_cast<float>(tokens) - errors[i]);
+    errors[i] = fabsf(error) <= 3.0e38f ? error : 0.0f;
 }

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
-from strata_cli.engine.kernels.shapes import expect, expect_rank
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank
 from strata_cli.engine.kernels.splitting import SlotRange
 from strata_cli.errors import ShapeError
 
@@ -27,6 +27,8 @@ MOST_FETCHED = 64  # blobs of one call
 BRING_BLOCKS, BRING_THREADS = 16, 128
 BRING_SHARED_BYTES = 20 << 10
 MOST_AHEAD = 16  # blobs
+LEARNT = 0.3  # of what was foreseen wrongly, by the next token; from 0.1 on it is the same
+LEARN_THREADS = 256
 _CLAIMED, _DONE, _FINAL, _COUNT, _EXPERTS = range(5)  # words of a state
 AHEAD_WORDS = _EXPERTS + MOST_AHEAD
 _LOCK = threading.Lock()  # on the host, of what is brought ahead
@@ -104,7 +106,7 @@ def fetch_blobs(
 def bring_ahead(
     stream: Stream,
     logits: Tensor,
-    before: Tensor,
+    errors: Tensor,
     addresses: Tensor,
     cached: SlotRange,
     ahead: Ahead,
@@ -113,15 +115,13 @@ def bring_ahead(
     """Copy blobs of experts that a router will probably choose, and lie outside the cache.
 
     Those of the largest logits of any token, as many as there are slots, in turn, until
-    fetch_blobs() is called with the same ``ahead``, which may be on another stream. Experts that
-    were used before get an eighth of the range of all those logits more: tokens that follow each
-    other want much the same ones.
+    fetch_blobs() is called with the same ``ahead``, which may be on another stream.
 
     Args:
         stream: enqueues here.
-        logits: what the router might say, float32 [T, E]; neither these nor ``before`` may be
+        logits: what the router might say, float32 [T, E]; neither these nor ``errors`` may be
             overwritten before the pass ends.
-        before: experts that the last token wanted, int32 [P]; others than 0..E-1 are none.
+        errors: what is added to them, float32 [E]; see learn_errors().
         addresses: of each expert's blob, int64 [E]; 0: it is nowhere that can be read.
         cached: what lies there is in the device's memory already.
         ahead: overwritten.
@@ -133,7 +133,7 @@ def bring_ahead(
     expect_rank("bring_ahead logits", logits, 2)
     num_tokens, num_experts = logits.shape
     expect("bring_ahead logits", logits, logits.shape, np.float32)
-    expect("bring_ahead before", before, (before.size,), np.int32)
+    expect("bring_ahead errors", errors, (num_experts,), np.float32)
     expect("bring_ahead addresses", addresses, (num_experts,), np.int64)
     stride = ahead.slots.shape[-1]
     num_slots = _expect_ahead("bring_ahead", ahead, blob_bytes, stride)
@@ -142,10 +142,46 @@ def bring_ahead(
         grid=(BRING_BLOCKS, 1, 1),
         block=(BRING_THREADS, 1, 1),
         shared_bytes=max(4 * num_experts, BRING_SHARED_BYTES),
-        extents=(num_tokens, before.size, num_experts, num_slots, stride),
+        extents=(num_tokens, num_experts, num_slots, stride),
     )
-    operands = (logits, before, addresses, *cached, ahead.slots, ahead.state, blob_bytes)
+    operands = (logits, errors, addresses, *cached, ahead.slots, ahead.state, blob_bytes)
     stream.launch(BRING_AHEAD, launch, *operands)
+
+
+def learn_errors(
+    stream: Stream, foreseen: Tensor, logits: Tensor, errors: Tensor, num_tokens: int
+) -> None:
+    """Have the errors of foreseen logits follow what routers then said.
+
+    What one token's logits lack, the next one's lack much the same of: layers in between add much
+    the same to both.
+
+    Args:
+        stream: enqueues here.
+        foreseen: float32 [L, T, E].
+        logits: of the routers, float32 [L, T, E].
+        errors: float32 [L, E], changed in place by LEARNT of what they are off, in the mean over
+            tokens.
+        num_tokens: of the pass, 1..T, in the first rows of each layer.
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    expect_rank("learn_errors foreseen", foreseen, 3)
+    num_layers, room, num_experts = foreseen.shape
+    expect("learn_errors foreseen", foreseen, foreseen.shape, np.float32)
+    expect("learn_errors logits", logits, foreseen.shape, np.float32)
+    expect("learn_errors errors", errors, (num_layers, num_experts), np.float32)
+    if not 0 < num_tokens <= room:
+        raise ShapeError(f"learn_errors: {num_tokens} tokens of {room}")
+    launch = Launch(
+        items=num_layers,
+        grain=num_layers,
+        grid=(blocks(errors.size, LEARN_THREADS), 1, 1),
+        block=(LEARN_THREADS, 1, 1),
+        extents=(errors.size, num_experts, room),
+    )
+    stream.launch(LEARN_ERRORS, launch, foreseen, logits, errors, LEARNT, num_tokens)
 
 
 def _expect_slots(name: str, slots: Tensor, most: int, blob_bytes: int) -> None:
@@ -220,7 +256,7 @@ def _bring_ahead(
     begin: int,
     end: int,
     logits: NDArray[np.float32],
-    before: NDArray[np.int32],
+    errors: NDArray[np.float32],
     addresses: NDArray[np.int64],
     first_cached: int,
     end_cached: int,
@@ -231,7 +267,7 @@ def _bring_ahead(
     if begin == end:
         return
     is_cached = (addresses >= first_cached) & (addresses < end_cached)
-    chosen = _bring_reference(logits, before, (addresses != 0) & ~is_cached, len(slots))
+    chosen = _bring_reference(logits, errors, (addresses != 0) & ~is_cached, len(slots))
     state[_EXPERTS : _EXPERTS + len(chosen)] = chosen
     state[_COUNT] = len(chosen)
     for slot, expert in enumerate(chosen.tolist()):
@@ -244,16 +280,40 @@ def _bring_ahead(
 
 def _bring_reference(
     logits: NDArray[np.float32],
-    before: NDArray[np.int32],
+    errors: NDArray[np.float32],
     may_come: NDArray[np.bool_],
     num_slots: int,
 ) -> NDArray[np.int64]:
     """Experts in the order in which they come, at most [num_slots]."""
-    largest = np.where(np.isnan(logits), -np.inf, logits).max(axis=0)
-    bonus = (largest.max() - largest.min()) * np.float32(0.125)
-    was_used = np.isin(np.arange(largest.size), before)
-    order = np.argsort(-(largest + np.where(was_used, bonus, np.float32(0))), kind="stable")
+    largest = np.where(np.isnan(logits), -np.inf, logits).max(axis=0) + errors
+    order = np.argsort(-largest, kind="stable")
     return order[may_come[order]][:num_slots]
+
+
+def _learn_errors(
+    begin: int,
+    end: int,
+    foreseen: NDArray[np.float32],
+    logits: NDArray[np.float32],
+    errors: NDArray[np.float32],
+    part: float,
+    num_tokens: int,
+) -> None:
+    own = slice(begin, end)
+    errors[own] = _learn_reference(foreseen[own], logits[own], errors[own], part, num_tokens)
+
+
+def _learn_reference(
+    foreseen: NDArray[np.float32],
+    logits: NDArray[np.float32],
+    errors: NDArray[np.float32],
+    part: float,
+    num_tokens: int,
+) -> NDArray[np.float32]:
+    """The errors afterwards, [L, E]; 0 where they are no numbers any more."""
+    lacking = (logits - foreseen)[:, :num_tokens].mean(axis=1, dtype=np.float32)
+    learnt = errors + np.float32(part) * (lacking - errors)
+    return np.where(np.isfinite(learnt), learnt, np.float32(0))
 
 
 def _fetch_reference(
@@ -271,3 +331,4 @@ def _fetch_reference(
 
 FETCH_BLOBS = Kernel("fetch_blobs", _fetch_blobs, _fetch_reference, "fetch.cu")
 BRING_AHEAD = Kernel("bring_ahead", _bring_ahead, _bring_reference, "fetch.cu")
+LEARN_ERRORS = Kernel("learn_errors", _learn_errors, _learn_reference, "fetch.cu")
