@@ -210,6 +210,12 @@ def _notes(
             f"{gib(machine.memory.free_bytes)} of RAM are available: "
             "the rest is read from the disk again and again"
         )
+    is_file_in_use = gpu is None or (fit.is_streamed and fit.pinned_bytes < fit.experts_bytes)
+    if machine.disk.is_rotational and is_file_in_use:
+        notes.append(
+            "the model's file is used where it lies, and its disk turns: what is not in memory "
+            "yet comes slowly, row by row; cat FILE > /dev/null brings it there first"
+        )
     if wishes.service == "user":
         notes.append("a user's services end with the login, but for: loginctl enable-linger")
     return notes

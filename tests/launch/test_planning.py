@@ -106,6 +106,19 @@ def test_a_host_with_little_ram_says_what_stays_on_the_disk() -> None:
     assert "again and again" in made.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "ram_bytes", "is_told"),
+    [((), 400 * GIB, True), ((a_gpu(),), 400 * GIB, False), ((a_gpu(),), 40 * GIB, True)],
+)
+def test_a_disk_that_turns_is_told_of_where_the_file_is_used_in_place(
+    gpus: tuple[GpuFacts, ...], ram_bytes: int, is_told: bool
+) -> None:
+    machine = a_machine(*gpus, memory=MemoryInfo(ram_bytes, ram_bytes))
+    assert not any("its disk turns" in note for note in plan(machine).notes)
+    turning = replace(machine, disk=Disk(400 * GIB, is_rotational=True, read_gbps=0.1))
+    assert any("its disk turns" in note for note in plan(turning).notes) is is_told
+
+
 def test_the_gpu_with_most_free_memory_is_taken() -> None:
     gpus = (a_gpu(free_bytes=9 * GIB), a_gpu(ordinal=1), a_gpu(ordinal=2, problem="too old"))
     assert plan(a_machine(*gpus)).value("device") == "cuda:1"
