@@ -361,5 +361,5 @@ def test_a_prompt_leaves_the_wanted_share_of_512_experts_unrouted(tmp_path: Path
     path = tmp_path / "route.gguf"
     write_model(path, spec, plan_tensors(spec, Recipe()), seed=1, threads=1)
     unrouted = measure_routing(path, [131, 1046], device="host")["zipf"].unrouted.mean(axis=1)
-    assert 0.33 < unrouted[1] < 0.51
+    assert 0.36 < unrouted[1] < 0.56  # layers near the embedding leave more than deep ones
     assert unrouted[0] > unrouted[1] + 0.15

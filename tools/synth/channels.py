@@ -39,7 +39,7 @@ _QUERY_GAIN = 16.0  # constant part of a topic query, beside a random part of 1
 
 # One a topic head: the share of a recalled value that a new one replaces. A token's key is one of
 # head_dim directions, so a head of 128 forgets over 128 / rate tokens.
-_WRITE_RATES = (0.8, 0.5)
+_WRITE_RATES = (0.62, 0.38)
 _WRITERS = ("ssm_out.", "attn_output.", "ffn_down_exps.", "ffn_down_shexp.", "ple_value.")
 
 

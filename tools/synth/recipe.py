@@ -21,7 +21,7 @@ from tools.synth.storage import storage_type
 
 _NGRAM_ROWS_MULTIPLE = 128
 _SOFTPLUS_DT = 0.05  # decay per token is ssm_a times this, before alpha moves it
-_TOPIC_LIFE_TOKENS = 200  # of what a topic head recalls, besides what is written over
+_TOPIC_LIFE_TOKENS = 260  # of what a topic head recalls, besides what is written over
 _SHORTEST_LIFE_TOKENS, _LONGEST_LIFE_TOKENS = 4, 2000
 _HEAD_NORM = 1.5  # of attention's queries and keys: scores of deviation 2, neither flat nor one-hot
 

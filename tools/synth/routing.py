@@ -2,10 +2,10 @@
 
 A logit is the sum of three parts: the expert's popularity (through the constant channels), how well
 it suits the topic, and what the token itself adds. Only the ratio of their sizes matters for who is
-chosen. The values were found on hidden states that the engine computed at full width (8 layers,
-experts of 64 instead of 640). There Zipf-like tokens and English text leave 40, 33, 28 and 15 % in
-the mean, where 42, 33, 28 and 14 % are wanted; one prompt differs from another by some 3 points,
-tokens drawn evenly leave some 5 less, and layers near the embedding more than deep ones.
+chosen. Wider popularity leaves more experts unrouted at all lengths, a topic that wanders more
+slowly does so most at short ones. What the presets come to is in
+benchmarks/results/synthetic_models.md: one prompt differs from another by some 3 points, tokens
+drawn evenly leave up to 5 less, and layers near the embedding more than deep ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNROUTED_TARGETS = {1046: 0.42, 1437: 0.33, 1965: 0.28, 4867: 0.14}
 """Prompt tokens -> share of (layer, expert) pairs that no token of real text routes to."""
 
 TOKEN_STD = 0.4
-_POPULARITY_STD = 1.0
+_POPULARITY_STD = 0.9
 _TOPIC_STD = 2.0
 
 
