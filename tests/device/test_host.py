@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strata_cli.engine import device as device_room
 from strata_cli.engine.device import host_memory, host_stream, open_device
 from strata_cli.engine.device.base import Kernel, Launch, empty
 from strata_cli.engine.device.host import HostDevice
@@ -268,10 +269,17 @@ def test_negative_thread_counts_are_refused() -> None:
         open_device("host", threads=-1)
 
 
-def test_auto_falls_back_to_the_host(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_auto_falls_back_to_the_host_and_says_so_where_a_gpu_lies_idle(
+    gpus: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    for number in range(gpus):
+        (tmp_path / f"{number:04}").mkdir()
+    monkeypatch.setattr(device_room, "KERNELS_GPUS", tmp_path)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with caplog.at_level(logging.INFO), open_device("auto", threads=1) as device:
         assert device.name == "host"
-    assert "cuda-python" in caplog.text
+    (record,) = caplog.records
+    assert record.levelno == (logging.WARNING if gpus else logging.INFO)
+    assert "cuda-python" in record.message
+    assert "strata-cli[cuda]" in record.message

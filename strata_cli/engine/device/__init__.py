@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 
 from strata_cli.engine.device.base import Device
 from strata_cli.engine.device.host import HostDevice
@@ -12,6 +13,7 @@ from strata_cli.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 RESERVE_BYTES = 700 << 20
+KERNELS_GPUS = Path("/proc/driver/nvidia/gpus")  # a folder in it for each NVIDIA GPU that is there
 
 
 def open_device(
@@ -42,7 +44,10 @@ def _open_auto(threads: int, vram_bytes: int, vram_reserve_bytes: int) -> Device
     try:
         return _open_cuda(0, vram_bytes, vram_reserve_bytes)
     except ConfigError as error:
-        logger.info("computing on the host: %s", error.message)
+        # Far slower than the GPU that is there, which nobody may notice otherwise.
+        level = logging.WARNING if any(KERNELS_GPUS.glob("*")) else logging.INFO
+        hint = f"; try: {error.hint}" if error.hint else ""
+        logger.log(level, "computing on the host: %s%s", error.message, hint)
         return HostDevice(threads)
 
 
