@@ -341,6 +341,8 @@ class Engine:
         with ExitStack() as still:
             if not self.is_canonical and self._residency is not None:
                 still.enter_context(self._residency.paused())
+            if not self.is_canonical and self._forward.fetcher is not None:
+                still.enter_context(self._forward.fetcher.unlearning())
             if not self.is_canonical and self._streamer is not None:
                 still.enter_context(self._streamer.unlearning())
             depth = self._canonical_depth

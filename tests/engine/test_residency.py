@@ -127,6 +127,9 @@ def test_a_step_learns_what_was_foreseen_wrongly(path: Path, device_name: str) -
             off.append(float(np.abs(logits[1:, 0] - foreseen[1:, 0] - errors[1:]).mean()))
         assert off[-1] < off[0] / 2
         assert not errors[0].any()  # nobody foresees the first layer
+        with engine.canonical():
+            answer(sequence)
+        assert same(download(engine._device, engine._stream, foresight.errors), errors)
 
 
 def test_a_step_reads_what_it_misses_from_slots(path: Path, device_name: str) -> None:

@@ -9,8 +9,8 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -29,6 +29,7 @@ from strata_cli.engine.kernels.fetch import (
     learn_errors,
 )
 from strata_cli.engine.kernels.splitting import SlotRange
+from strata_cli.errors import DeviceError
 
 FETCH_TOKENS = 4  # of a pass, whose experts all find a slot
 TURNS = 2  # a layer's slots are read while the next one's are filled
@@ -51,7 +52,7 @@ class FetchSizes(NamedTuple):
             return 0
         stride = fetch_stride(blob_bytes)
         ahead = TURNS * self.num_ahead * stride + TAIL_BYTES
-        tables = 4 * (2 * FETCH_TOKENS + 1 + AHEAD_WORDS) * num_pairs
+        tables = 4 * (2 * FETCH_TOKENS + 2 + AHEAD_WORDS) * num_pairs
         room = ahead + tables if self.num_ahead else 0
         return self.num_slots * stride + TAIL_BYTES + 8 * num_pairs + room
 
@@ -98,8 +99,9 @@ class Foresight:
             )
             resources.callback(self._foreseen.buffer.close)
             resources.callback(self._logits.buffer.close)
-            self.errors = empty(device, shape, np.float32)
+            self.errors, self._kept_errors = (empty(device, shape, np.float32) for _ in range(2))
             resources.callback(self.errors.buffer.close)
+            resources.callback(self._kept_errors.buffer.close)
             self.stream.fill(self.errors, 0)
             self.stream.synchronize()
             self._resources = resources.pop_all()
@@ -121,6 +123,16 @@ class Foresight:
     def errors_of(self, layer: int) -> Tensor:
         """What is added to what is foreseen of a layer, [E]."""
         return self.errors.rows(layer, layer + 1).reshape(self.errors.shape[1])
+
+    @contextmanager
+    def unlearning(self, stream: Stream) -> Iterator[None]:
+        """Around passes on a stream that those behind it learn nothing from."""
+        stream.copy(self._kept_errors, self.errors)
+        try:
+            yield
+        finally:
+            with suppress(DeviceError):  # whoever works next is told, and no result depends on it
+                stream.copy(self.errors, self._kept_errors)
 
     def learn(self, num_tokens: int) -> None:
         """Enqueue, beside a pass whose routers have all spoken, what it teaches."""
@@ -188,6 +200,11 @@ class Fetcher:
     def looks_ahead(self, num_tokens: int) -> bool:
         """Whether passes that are recorded can bring experts before they are routed to."""
         return self._foresight is not None and num_tokens <= FETCH_TOKENS
+
+    def unlearning(self) -> AbstractContextManager[None]:
+        """Around passes that leave no mark: afterwards the same is foreseen as without them."""
+        foresight = self._foresight
+        return nullcontext() if foresight is None else foresight.unlearning(self._stream)
 
     def router_logits(self, layer: int, num_tokens: int) -> Tensor:
         """Where what a layer's router says must go in a pass that looks ahead, float32 [T, E]."""
