@@ -65,6 +65,7 @@ class FakeDriver:
     CUlaunchConfig = CUlaunchAttribute = CUlaunchAttributeValue = SimpleNamespace
     CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
     CUdeviceptr = int
+    CUresult = Result
     CUhostFn = int
 
     def __init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import logging
 import struct
@@ -447,6 +448,80 @@ def test_many_copies_are_one_call(device: CudaDevice, driver: FakeDriver) -> Non
     assert call[1] == [src.address for _, src in pairs]
     assert call[2:4] == ([100, 100, 100], 3)
     assert call[5:] == ([0], 1, "stream")
+
+
+class SeenBatch(NamedTuple):
+    dsts: list[int]
+    srcs: list[int]
+    sizes: list[int]
+    stream: int
+
+
+@pytest.fixture
+def batches(driver: FakeDriver, device: CudaDevice) -> list[SeenBatch]:
+    """What the driver got without the bindings."""
+    seen: list[SeenBatch] = []
+
+    def copy(dsts: Any, srcs: Any, sizes: Any, stream: int) -> int:
+        seen.append(SeenBatch(list(dsts), list(srcs), list(sizes), stream))
+        return int(driver.answers["batch"].pop()) if driver.answers["batch"] else 0
+
+    gpu = dataclasses.replace(device._context.gpu, batch_copy=copy)
+    device._context.gpu = gpu
+    return seen
+
+
+def test_copies_go_to_the_driver_by_their_addresses(
+    device: CudaDevice, driver: FakeDriver, batches: list[SeenBatch]
+) -> None:
+    pairs, stream = device_pairs(device, 3), device.stream("copy")
+    stream._handle = 7
+    stream.copy_many(pairs)
+    addresses = [[tensor.address for tensor in side] for side in zip(*pairs, strict=True)]
+    assert batches == [(*addresses, [100] * 3, 7)]
+    driver.answers["batch"] = [Result.CUDA_ERROR_INVALID_VALUE]
+    with pytest.raises(DeviceError, match=r"cuMemcpyBatchAsync\(3 copies, 300 bytes\)"):
+        stream.copy_many(pairs)
+    stream._handle = "stream"
+
+
+@pytest.mark.parametrize("width", [100, 128])
+def test_rows_that_are_neighbours_are_one_copy(
+    device: CudaDevice, batches: list[SeenBatch], width: int
+) -> None:
+    dst = Tensor.over(device.allocate(10 * width), (10, width), np.uint8)
+    src = Tensor.over(device.allocate_pinned(900), (9, 100), np.uint8)
+    stream = device.stream("copy")
+    stream._handle = 7
+    rows = [(4, 0), (5, 1), (6, 3), (7, 4), (8, 5)]
+    pieces = stream.copy_rows(dst, [to for to, _ in rows], src, [source for _, source in rows])
+    starts = [(4, 0, 2), (6, 3, 3)] if width == 100 else [(*row, 1) for row in rows]
+    assert pieces == len(starts)
+    assert batches == [
+        (
+            [dst.address + to * width for to, _, _ in starts],
+            [src.address + source * 100 for _, source, _ in starts],
+            [count * 100 for _, _, count in starts],
+            7,
+        )
+    ]
+    stream._handle = "stream"
+
+
+def test_rows_do_not_straddle_two_registered_pieces(
+    device: CudaDevice, batches: list[SeenBatch]
+) -> None:
+    dst = Tensor.over(device.allocate(1000), (10, 100), np.uint8)
+    buffer = device.allocate_pinned(1000)
+    src = Tensor.over(buffer, (9, 100), np.uint8, 50)
+    stream = device.stream("copy")
+    stream._handle, buffer.pieces_bytes = 7, 256
+    stream.copy_rows(dst, [3, 4], src, [1, 2])
+    (batch,) = batches
+    assert batch.sizes == [106, 94]
+    assert batch.srcs == [src.address + 100, src.address + 206]
+    assert batch.dsts == [dst.address + 300, dst.address + 406]
+    stream._handle = "stream"
 
 
 def test_copies_go_one_by_one_where_a_batch_cannot(device: CudaDevice, driver: FakeDriver) -> None:

@@ -56,6 +56,39 @@ def test_copies_can_be_enqueued_together(device: Device, stream: Stream, src_hom
         stream.copy_many([(dst.rows(0, 1), src.rows(0, 1)), (dst.rows(1, 2), src.rows(1, 4_097))])
 
 
+@pytest.mark.parametrize("src_home", Home)
+@pytest.mark.parametrize("width", [40, 48])
+def test_rows_are_copied_into_rows(
+    device: Device, stream: Stream, src_home: Home, width: int
+) -> None:
+    values = np.random.default_rng(4).integers(0, 256, (9, 40), np.uint8)
+    src = tensor_at(device, src_home, values.size).reshape(9, 40)
+    dst = tensor_at(device, Home.DEVICE, 7 * width).reshape(7, width)
+    upload(device, stream, src, values)
+    stream.fill(dst, 0xEE)
+    pieces = stream.copy_rows(dst, [5, 1, 2, 3, 0], src, [0, 4, 5, 6, 8])
+    expected = np.full((7, width), 0xEE, np.uint8)
+    expected[[5, 1, 2, 3, 0], :40] = values[[0, 4, 5, 6, 8]]
+    np.testing.assert_array_equal(download(device, stream, dst), expected)
+    assert pieces == (3 if width == 40 else 5)
+    assert stream.copy_rows(dst, [], src, []) == 0
+    assert stream.copy_rows(dst, [6], src, [8]) == 1
+    expected[6, :40] = values[8]
+    np.testing.assert_array_equal(download(device, stream, dst), expected)
+
+
+def test_rows_that_are_not_there_are_not_copied(device: Device, stream: Stream) -> None:
+    src, dst = (tensor_at(device, Home.DEVICE, 12).reshape(*shape) for shape in ((3, 4), (2, 6)))
+    for to, source in (([2], [0]), ([0], [3]), ([-1], [0]), ([0], [-1])):
+        with pytest.raises(ShapeError, match=r"rows .* of 3 to .* of 2"):
+            stream.copy_rows(dst, to, src, source)
+    for rows in (([0, 1], [0]), ([0], [0, 1])):
+        with pytest.raises(ShapeError, match="do not fit"):
+            stream.copy_rows(dst, rows[0], src, rows[1])
+    with pytest.raises(ShapeError, match="1 rows of 6 bytes do not fit 1 of 4"):
+        stream.copy_rows(src, [0], dst, [0])
+
+
 @pytest.mark.parametrize("home", Home)
 def test_fill_writes_every_byte(device: Device, stream: Stream, home: Home) -> None:
     x = tensor_at(device, home, 1_000)

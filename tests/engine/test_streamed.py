@@ -41,6 +41,8 @@ from tests.engine.streams import (
     write_streamed_model,
 )
 
+COPIES = ("copy", "copy_many", "copy_rows")
+
 
 @pytest.fixture(scope="module", params=["separate", "fused"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -241,12 +243,12 @@ def test_an_interrupt_ends_the_wait_for_a_copy(
     wait = waiting.Bell.wait
     with Way().open(separate, device_name) as engine, engine.sequence() as sequence:
         copies = store_of(engine).copies
-        copy_many = copies.copy_many
+        copy_rows = copies.copy_rows
 
-        def held_up(pairs: Any) -> None:
+        def held_up(*rows: Any) -> int:
             if threading.current_thread() is not threading.main_thread():
                 _hold(may_go)
-            copy_many(pairs)
+            return copy_rows(*rows)
 
         def interrupted(bell: waiting.Bell, seconds: float) -> None:
             if threading.current_thread() is threading.main_thread():
@@ -255,7 +257,7 @@ def test_an_interrupt_ends_the_wait_for_a_copy(
             wait(bell, seconds)
 
         with monkeypatch.context() as patch:
-            patch.setattr(copies, "copy_many", held_up)
+            patch.setattr(copies, "copy_rows", held_up)
             patch.setattr(waiting.Bell, "wait", interrupted)
             break_off(engine, sequence, KeyboardInterrupt)
         assert_same_talk(talk(engine), truth)
@@ -284,7 +286,9 @@ def test_a_failing_copy_is_one_error_and_the_next_prompt_is_right(
     copies = store_of(engine).copies
     cache = store_of(engine).cache
     take_back = cache.take_back
-    broken = failing(copies, ("copy", "copy_many"), after, DeviceError("the link is gone"))
+    broken = failing(
+        copies, ("copy", "copy_many", "copy_rows"), after, DeviceError("the link is gone")
+    )
     with (
         engine.sequence() as sequence,
         pytest.MonkeyPatch.context() as patch,
@@ -308,7 +312,7 @@ def test_a_link_that_stays_broken_is_one_error_and_is_noted(
     held = cache.pair_in.copy()
     with engine.sequence() as sequence:
         with (
-            failing(copies, ("copy", "copy_many"), 0, DeviceError("the link is gone")),
+            failing(copies, COPIES, 0, DeviceError("the link is gone")),
             pytest.raises(DeviceError, match="the link is gone"),
         ):
             sequence.prefill(TURNS[0])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Event, Tensor
 from strata_cli.engine.experts.consumer import Consumer
 from strata_cli.engine.experts.gate import Gate
-from strata_cli.engine.experts.ring import Pair, Ring, RingLink
+from strata_cli.engine.experts.ring import BlobRows, Pair, Queued, Ring, RingLink
 from strata_cli.engine.experts.walk import ANY_NUMBER, Walk
 from tests.experts.simulator import Parts
 
@@ -91,16 +91,20 @@ class WritesTheNextSlot(Ring):
     def room(self, slot: int, nbytes: int) -> Tensor:
         return super().room((slot + 1) % self.num_slots, nbytes)
 
+    def _rows_of(self, entries: Sequence[int]) -> list[int]:
+        return [(row + 1) % self.num_slots for row in super()._rows_of(entries)]
+
 
 class RecordsCopiedTooEarly(Ring):
-    def copy_in(self, batch: Sequence[int], pairs: Sequence[Pair]) -> Event:
-        event = self._copied_events[batch[-1] % self.num_slots]
-        self.copies.record(event)
+    def copy_in(
+        self, batch: Sequence[int], rows: Sequence[BlobRows], staged: Sequence[Pair]
+    ) -> Queued:
+        early = type(self._copied_events[0])()
+        self.copies.record(early)
+        queued = super().copy_in(batch, rows, staged)
         for k in batch:
-            self.copied[k % self.num_slots] = event
-        self._await_reads([k % self.num_slots for k in batch])
-        self.copies.copy_many(pairs)
-        return event
+            self.copied[k % self.num_slots] = early
+        return Queued(early, queued.pieces)
 
 
 class ForgetsToAwaitCopies(Ring):
@@ -108,20 +112,17 @@ class ForgetsToAwaitCopies(Ring):
         pass
 
 
-class RunsTooFar(RingLink):
-    def _run_length(self, batch: Sequence[int], at: int) -> int:
-        run, first = super()._run_length(batch, at), batch[at]
-        blobs_left = (
-            self._blobs[self._entries.layers[first]].shape[0] - self._entries.experts[first]
-        )
-        slots_left = self._ring.num_slots - first % self._ring.num_slots
-        return min(run + 1, len(batch) - at, blobs_left, slots_left)
+class ForgetsTheLayer(RingLink):
+    def _blob_rows(self, batch: Sequence[int]) -> list[BlobRows]:
+        if not batch:
+            return []
+        layer = self._entries.layers[batch[0]]
+        return [BlobRows(batch, self._blobs[layer], self._experts(batch))]
 
 
 class CopiesTheNeighbour(RingLink):
-    def _pair(self, k: int, run: int) -> Pair:
-        to, source = super()._pair(k, run)
-        return to, Tensor(source.buffer, 0, source.shape, source.dtype)
+    def _experts(self, part: Sequence[int]) -> list[int]:
+        return [0] * len(part)
 
 
 class FlagBeforeRow(Gate):
@@ -184,7 +185,7 @@ BROKEN = {
     "writes the next slot": (Parts(ring=WritesTheNextSlot), "R2"),
     "records copied events too early": (Parts(ring=RecordsCopiedTooEarly), "R2"),
     "forgets to await copies": (Parts(ring=ForgetsToAwaitCopies), "R2"),
-    "runs across what is not adjacent": (Parts(link=RunsTooFar), "R2"),
+    "forgets where a layer ends": (Parts(link=ForgetsTheLayer), "R2"),
     "copies a neighbour's bytes": (Parts(link=CopiesTheNeighbour), "R2"),
     "raises the flag before the row": (Parts(gate=FlagBeforeRow), "R3"),
     "publishes another layer": (Parts(gate=PublishesAnotherLayer), "R3"),

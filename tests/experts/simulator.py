@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Device, Event, Home, Stream, Tensor
 from strata_cli.engine.device.host_memory import HostBuffer
 from strata_cli.engine.device.host_stream import resolve
+from strata_cli.engine.device.row_copies import row_runs
 from strata_cli.engine.experts.consumer import Consumer, ConsumerRules
 from strata_cli.engine.experts.depth import DepthRule
 from strata_cli.engine.experts.entries import EntryList, Ranking, list_entries, rank_experts
@@ -163,6 +164,13 @@ class SimStream:
     def copy_many(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for dst, src in pairs:
             self._add(partial(self._copy, dst, src))
+
+    def copy_rows(
+        self, dst: Tensor, dst_rows: Sequence[int], src: Tensor, src_rows: Sequence[int]
+    ) -> int:
+        runs = row_runs(dst, dst_rows, src, src_rows)
+        self.copy_many([run.pair(dst, src) for run in runs])
+        return len(runs)
 
     def call(self, function: Callable[[], None]) -> None:
         self._add(function)

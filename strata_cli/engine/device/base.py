@@ -278,6 +278,28 @@ class Stream(Protocol):
         """
         ...
 
+    def copy_rows(
+        self, dst: Tensor, dst_rows: Sequence[int], src: Tensor, src_rows: Sequence[int]
+    ) -> int:
+        """Enqueues the copies of some rows together, in no order among themselves.
+
+        Cheaper than copy_many(). Neighbours in both matrices go as one, where no gap is between.
+
+        Args:
+            dst: uint8 [R, W].
+            dst_rows: where each row goes, to its first bytes; all different.
+            src: uint8 [S, w], w <= W.
+            src_rows: what goes there.
+
+        Returns:
+            in how many pieces.
+
+        Raises:
+            ShapeError: a row of src does not fit one of dst, a matrix has no such row, or there
+                are not as many of one as of the other.
+        """
+        ...
+
     def fill(self, dst: Tensor, byte: int) -> None: ...
     def call(self, function: Callable[[], None]) -> None:
         """Enqueues a host function; it must not call the device.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from strata_cli.engine.device.cuda_batch import BatchCopy, load_batch_copy
 from strata_cli.errors import ConfigError, DeviceError, OutOfMemory
 
 MIN_CAPABILITY = (7, 5)
@@ -57,6 +58,7 @@ class Gpu:
         driver_version: CUDA version of the driver, 1000 * major + 10 * minor.
         shared_bytes: most dynamic shared memory of a thread block.
         num_multiprocessors: how many it has.
+        batch_copy: many copies by their addresses; None: the bindings take them.
     """
 
     driver: Any
@@ -67,6 +69,7 @@ class Gpu:
     driver_version: int
     shared_bytes: int = 48 << 10
     num_multiprocessors: int = 1
+    batch_copy: BatchCopy | None = None
 
 
 def failed(call: str, status: Any) -> DeviceError:
@@ -190,6 +193,7 @@ def _describe(driver: Any, ordinal: int, driver_version: int) -> Gpu:
         driver_version,
         shared_bytes,
         num_multiprocessors,
+        load_batch_copy(),
     )
 
 

@@ -24,6 +24,7 @@ from strata_cli.engine.device.cuda_event import CudaEvent, CudaGraph, cuda_event
 from strata_cli.engine.device.cuda_kernels import Arguments, Loader
 from strata_cli.engine.device.cuda_memory import CudaBuffer, spans
 from strata_cli.engine.device.cuda_waiting import wait_until
+from strata_cli.engine.device.row_copies import row_runs
 from strata_cli.errors import DeviceError, ShapeError
 
 logger = logging.getLogger(__name__)
@@ -157,14 +158,25 @@ class CudaStream:
                 dsts.append(to.address + to_at + start)
                 srcs.append(source.address + from_at + start)
                 sizes.append(length)
+        self._send_batch(dsts, srcs, sizes, stream)
+
+    def _send_batch(self, dsts: list[int], srcs: list[int], sizes: list[int], stream: Any) -> None:
+        """Copies from and to addresses, together."""
         if not sizes:
+            return
+        call = f"cuMemcpyBatchAsync({len(sizes)} copies, {sum(sizes)} bytes)"
+        batch_copy = self._context.gpu.batch_copy
+        if batch_copy is not None:
+            status = batch_copy(dsts, srcs, sizes, int(stream))
+            if status:
+                raise failed(call, self._driver.CUresult(status))
             return
         order = self._driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         attributes = self._driver.CUmemcpyAttributes()
         attributes.srcAccessOrder = order
         pointer = self._driver.CUdeviceptr
         check(
-            f"cuMemcpyBatchAsync({len(sizes)} copies, {sum(sizes)} bytes)",
+            call,
             self._driver.cuMemcpyBatchAsync(
                 [pointer(address) for address in dsts],
                 [pointer(address) for address in srcs],
@@ -176,6 +188,25 @@ class CudaStream:
                 stream,
             ),
         )
+
+    def copy_rows(
+        self, dst: Tensor, dst_rows: Sequence[int], src: Tensor, src_rows: Sequence[int]
+    ) -> int:
+        runs = row_runs(dst, dst_rows, src, src_rows)
+        to, source = _writable(dst), cuda_buffer(src)
+        is_plain = self._capturing is None and Home.PAGEABLE not in (to.home, source.home)
+        if not is_plain or self._context.gpu.driver_version < BATCH_COPY_DRIVER:
+            self.copy_many([run.pair(dst, src) for run in runs])
+            return len(runs)
+        stream = self._enter("copy")
+        to_bytes, row_bytes = dst.shape[1], src.shape[1]
+        dsts = [dst.address + run.dst * to_bytes for run in runs]
+        srcs = [src.address + run.src * row_bytes for run in runs]
+        sizes = [run.rows * row_bytes for run in runs]
+        if source.pieces_bytes or to.pieces_bytes:
+            dsts, srcs, sizes = _cut(to, dsts, source, srcs, sizes)
+        self._send_batch(dsts, srcs, sizes, stream)
+        return len(runs)
 
     def _copy_ends(self, dst: Tensor, src: Tensor) -> tuple[CudaBuffer, CudaBuffer, int]:
         nbytes = dst.nbytes
@@ -377,6 +408,27 @@ def _cuda_stream(stream: Stream) -> CudaStream:
     if not isinstance(stream, CudaStream):
         raise DeviceError(f"a CUDA stream needs a CUDA stream, got {type(stream).__name__}")
     return stream
+
+
+class _Copies(NamedTuple):
+    """Copies by address."""
+
+    dsts: list[int]
+    srcs: list[int]
+    sizes: list[int]
+
+
+def _cut(
+    to: CudaBuffer, dsts: list[int], source: CudaBuffer, srcs: list[int], sizes: list[int]
+) -> _Copies:
+    """The copies between two buffers, none of which straddles two registered pieces."""
+    cut = _Copies([], [], [])
+    for dst, src, nbytes in zip(dsts, srcs, sizes, strict=True):
+        for start, length in spans(source, src - source.address, to, dst - to.address, nbytes):
+            cut.dsts.append(dst + start)
+            cut.srcs.append(src + start)
+            cut.sizes.append(length)
+    return cut
 
 
 def cuda_buffer(tensor: Tensor) -> CudaBuffer:

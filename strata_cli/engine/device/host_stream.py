@@ -24,6 +24,7 @@ from strata_cli.engine.device.base import (
 )
 from strata_cli.engine.device.host_memory import HostBuffer
 from strata_cli.engine.device.host_workers import CHUNKS_PER_THREAD, WorkerPool
+from strata_cli.engine.device.row_copies import row_runs
 from strata_cli.errors import DeviceError, ShapeError
 
 LOOK_S = 1.0  # between two looks at whether the stream's thread still lives
@@ -280,6 +281,13 @@ class HostStream:
     def copy_many(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         views = [_copy_views(dst, src) for dst, src in pairs]
         self._emit(_Operation("copy", partial(_copy_all, views)))
+
+    def copy_rows(
+        self, dst: Tensor, dst_rows: Sequence[int], src: Tensor, src_rows: Sequence[int]
+    ) -> int:
+        runs = row_runs(dst, dst_rows, src, src_rows)
+        self.copy_many([run.pair(dst, src) for run in runs])
+        return len(runs)
 
     def fill(self, dst: Tensor, byte: int) -> None:
         if not 0 <= byte <= 255:

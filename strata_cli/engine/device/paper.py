@@ -25,6 +25,7 @@ from strata_cli.engine.device.base import (
     Stream,
     Tensor,
 )
+from strata_cli.engine.device.row_copies import row_runs
 
 GRANULE_BYTES = 512  # what a GPU's memory is handed out in
 _SPACING = 1 << 40  # between buffers, so that every window of one is aligned as on a real device
@@ -235,6 +236,12 @@ class PaperStream:
 
     def copy_many(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Nothing is there to copy."""
+
+    def copy_rows(
+        self, dst: Tensor, dst_rows: Sequence[int], src: Tensor, src_rows: Sequence[int]
+    ) -> int:
+        """Nothing is there to copy."""
+        return len(row_runs(dst, dst_rows, src, src_rows))
 
     def fill(self, dst: Tensor, byte: int) -> None:
         """Nothing is there to fill."""

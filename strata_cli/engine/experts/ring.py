@@ -6,8 +6,9 @@ that nobody reads them any more.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,32 @@ from strata_cli.errors import DeviceError, ShapeError
 U8 = np.dtype(np.uint8)
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
+
+
+class BlobRows(NamedTuple):
+    """Entries of one layer that come straight from its blobs.
+
+    Attributes:
+        entries: ascending.
+        blobs: of all the layer's experts, uint8 [E, blob_bytes].
+        experts: of each entry.
+    """
+
+    entries: Sequence[int]
+    blobs: Tensor
+    experts: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return len(self.entries) * self.blobs.shape[1]
+
+
+class Queued(NamedTuple):
+    """Copies on their way: the event behind them, and in how many pieces they are."""
+
+    event: Event
+    pieces: int
 
 
 class Ring:
@@ -77,28 +104,31 @@ class Ring:
         offset = self._slots.offset_bytes + slot * self.slot_bytes
         return Tensor(self._slots.buffer, offset, (nbytes,), U8)
 
-    def copy_in(self, batch: Sequence[int], pairs: Sequence[Pair]) -> Event:
+    def copy_in(
+        self, batch: Sequence[int], rows: Sequence[BlobRows], staged: Sequence[Pair]
+    ) -> Queued:
         """Queue the copies of these entries, behind the last reads of their slots.
 
         Args:
             batch: entries, ascending.
-            pairs: where their bytes go and come from.
-
-        Returns:
-            the event behind all of them.
+            rows: those that come straight from their layers' blobs.
+            staged: where the bytes of the others go and come from.
         """
         slots = [k % self.num_slots for k in batch]
         self._await_reads(slots)
         start = self.copy_spans.mark(self.copies)
-        if len(pairs) == 1:
-            self.copies.copy(*pairs[0])
-        else:
-            self.copies.copy_many(pairs)
+        pieces = len(staged)
+        for part in rows:
+            to = self._rows_of(part.entries)
+            pieces += self.copies.copy_rows(self._slots, to, part.blobs, part.experts)
+        if staged:
+            self.copies.copy_many(staged)
         event = self._copied_events[slots[-1]]
         self.copies.record(event)
         for slot in slots:
             self.copied[slot] = event
         if start is not None:
+            nbytes = sum(part.nbytes for part in rows) + sum(dst.nbytes for dst, _ in staged)
             self.copy_spans.span(
                 "copy.run",
                 start,
@@ -107,10 +137,14 @@ class Ring:
                 last=batch[-1],
                 entries=len(batch),
                 slot=slots[0],
-                pieces=len(pairs),
-                bytes=sum(dst.nbytes for dst, _ in pairs),
+                pieces=pieces,
+                bytes=nbytes,
             )
-        return event
+        return Queued(event, pieces)
+
+    def _rows_of(self, entries: Sequence[int]) -> list[int]:
+        """The slots that the bytes of these entries go to."""
+        return [k % self.num_slots for k in entries]
 
     def await_copy(self, k: int) -> None:
         """Later reads wait for entry k, which is issued, and for all copies queued before it."""
@@ -221,30 +255,20 @@ class RingLink:
         self._ring = ring
         self._entries = entries
         self._blobs = blobs
-        self._blob_bytes = [tensor.shape[1] for tensor in blobs]
         self._staged = staged
         self.copied_bytes = 0
         self.num_copies = 0
 
     def copy(self, batch: Sequence[int]) -> None:
         """See Link."""
-        pairs: list[Pair] = []
-        staged: list[int] = []
-        at = 0
-        while at < len(batch):
-            k = batch[at]
-            if self._entries.jobs[k] >= 0:
-                staged.append(self._entries.jobs[k])
-                pairs.append(self._staged_pair(k))
-                at += 1
-            else:
-                run = self._run_length(batch, at)
-                pairs.append(self._pair(k, run))
-                at += run
-        self.num_copies += len(pairs)
-        event = self._ring.copy_in(batch, pairs)
-        for job in staged:
-            self._stager.sent(job, event)
+        jobs = self._entries.jobs
+        staged = [k for k in batch if jobs[k] >= 0]
+        rows = self._blob_rows(batch if not staged else [k for k in batch if jobs[k] < 0])
+        queued = self._ring.copy_in(batch, rows, [self._staged_pair(k) for k in staged])
+        self.num_copies += queued.pieces
+        self.copied_bytes += sum(part.nbytes for part in rows)
+        for k in staged:
+            self._stager.sent(jobs[k], queued.event)
 
     def has_landed(self, k: int) -> bool:
         """See Link."""
@@ -260,35 +284,24 @@ class RingLink:
             raise DeviceError("a chunk lists blobs outside pinned memory, and has no stager")
         return self._staged
 
-    def _run_length(self, batch: Sequence[int], at: int) -> int:
-        """Entries of the batch, from here on, whose blobs and slots both lie side by side."""
-        entries, slots = self._entries, self._ring.num_slots
-        first, limit = batch[at], len(batch)
-        layer, expert, slot = entries.layers[first], entries.experts[first], first % slots
-        if self._blob_bytes[layer] != self._ring.slot_bytes:
-            return 1
-        run = 1
-        while (
-            at + run < limit
-            and slot + run < slots
-            and batch[at + run] == first + run
-            and entries.experts[first + run] == expert + run
-            and entries.layers[first + run] == layer
-            and entries.jobs[first + run] < 0
-        ):
-            run += 1
-        return run
+    def _blob_rows(self, batch: Sequence[int]) -> list[BlobRows]:
+        """The entries of a batch that need no stager, layer by layer."""
+        layers, rows, at = self._entries.layers, [], 0
+        while at < len(batch):
+            layer = layers[batch[at]]
+            end = self._entries.starts[layer + 1]
+            stop = len(batch) if batch[-1] < end else bisect_left(batch, end, at)
+            part = batch[at:stop]
+            rows.append(BlobRows(part, self._blobs[layer], self._experts(part)))
+            at = stop
+        return rows
 
-    def _pair(self, k: int, run: int) -> Pair:
-        layer = self._entries.layers[k]
-        nbytes = self._blob_bytes[layer]
-        blobs = self._blobs[layer]
-        offset = blobs.offset_bytes + self._entries.experts[k] * nbytes
-        self.copied_bytes += run * nbytes
-        return (
-            self._ring.room(k % self._ring.num_slots, run * nbytes),
-            Tensor(blobs.buffer, offset, (run * nbytes,), U8),
-        )
+    def _experts(self, part: Sequence[int]) -> list[int]:
+        experts = self._entries.experts
+        first, last = part[0], part[-1]
+        if last - first == len(part) - 1:
+            return experts[first : last + 1]
+        return [experts[k] for k in part]
 
     def _staged_pair(self, k: int) -> Pair:
         blob = self._stager.blob(self._entries.jobs[k])
