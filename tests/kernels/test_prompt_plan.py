@@ -30,7 +30,6 @@ from strata_cli.engine.kernels.prompt_plan import (
     thin_plan,
 )
 from strata_cli.engine.kernels.warpgroup_plan import (
-    TILE_TOKENS,
     grouped_warpgroup_plan,
     has_warpgroup_plan,
     warpgroup_plan,
@@ -112,6 +111,18 @@ def test_warpgroups_have_room_for_every_type(qtype: QuantType) -> None:
             assert 0 < plan.grid[0] <= gpu.num_multiprocessors
 
 
+def test_warpgroups_take_fewer_tokens_where_all_multiprocessors_then_work() -> None:
+    gpu = GPUS["hopper"]
+    for rows, cols, tokens, size, num_blocks in (
+        (12288, 2560, 2048, 128, 132),
+        (320, 10240, 4096, 96, 129),
+        (48, 2560, 4096, 32, 128),
+    ):
+        plan = warpgroup_plan(matrix_of(QuantType.Q8_0, rows, cols), tokens, gpu)
+        assert plan.unit.function.endswith(f", {size}>")
+        assert plan.grid == (num_blocks, 1, 1)
+
+
 def test_warpgroups_multiply_on_one_kind_of_gpu() -> None:
     matrix = matrix_of(QuantType.Q8_0, 640, 2560)
     for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
@@ -124,7 +135,9 @@ def test_warpgroups_multiply_on_one_kind_of_gpu() -> None:
 
 def test_warpgroups_of_few_tiles_are_few() -> None:
     gpu = GPUS["hopper"]
-    assert warpgroup_plan(matrix_of(QuantType.Q8_0, 256, 2560), TILE_TOKENS, gpu).grid == (2, 1, 1)
+    plan = warpgroup_plan(matrix_of(QuantType.Q8_0, 256, 2560), 16, gpu)
+    assert plan.grid == (2, 1, 1)
+    assert plan.unit.function.endswith(", 32>")
     expert = expert_of(QuantType.Q8_0, 64, 2560)
     assert grouped_warpgroup_plan(expert, 3, 2, gpu).grid == (2, 1, 1)
 

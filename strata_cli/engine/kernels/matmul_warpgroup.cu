@@ -297,16 +297,32 @@ struct Warpgroups {
         return (threadIdx.x / 32 - FIRST_MULTIPLYING) * 16 + (threadIdx.x & 31) / 4;
     }
 
+    // A stage of raw rows that is decoded: where this lane's begin.
+    struct Raw {
+        const unsigned char *from;
+        int phase[2], number;
+    };
+
+    __device__ Raw raw_of(const Own &own, int number, const Rings &rings) const {
+        const unsigned char *slot = raw + rings.raw.slot * RAW_SLOT_BYTES;
+        const unsigned at = number * RAW_BYTES;
+        pass_gate(&gates->raw_full[rings.raw.slot], rings.raw.parity);
+        return {slot + own_row() * PITCH,
+                {phase_of(own.address[0] + at), phase_of(own.address[1] + at)},
+                number};
+    }
+
     // The weights of a step, as wgmma takes them.
     template <int STEP, class Book>
-    __device__ void decode_step(unsigned (&w)[2][4], Own &own, const unsigned char *from,
-                                const int (&phase)[2], bool in_row, Book book) const {
+    __device__ void decode_step(unsigned (&w)[2][4], Own &own, const Raw &stage, Book book) const {
         Octet o[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             o[i] = decode<TYPE, LANE, STEP_ALIGN, WideCodec<TYPE>>(
-                {from + 8 * i * PITCH, phase[i]}, STEP, threadIdx.x & 3, book, own.scale[i]);
-            if (LANE < 32 && !in_row) o[i] = {{0, 0, 0, 0}};
+                {stage.from + 8 * i * PITCH, stage.phase[i]}, STEP, threadIdx.x & 3, book,
+                own.scale[i]);
+            if (LANE < 32 && stage.number * STAGE + 32 * STEP >= product.cols)
+                o[i] = {{0, 0, 0, 0}};
         }
 #pragma unroll
         for (int half = 0; half < 2; half++)
@@ -314,50 +330,21 @@ struct Warpgroups {
             for (int i = 0; i < 4; i++) w[half][i] = o[i % 2].pair[2 * half + i / 2];
     }
 
-    // What a stage is multiplied with.
-    struct Stage {
-        const unsigned char *from;  // raw rows
-        int phase[2], number;
-        unsigned long long b;
-        bool adds;  // to sums that are there
-    };
-
-    template <int NUM, class Book>
-    __device__ void multiply_stage(Sums<NUM> &sums, Own &own, int number, Rings &rings, bool adds,
-                                   Book book) const {
-        Stage stage;
-        stage.from = raw + rings.raw.slot * RAW_SLOT_BYTES + own_row() * PITCH;
-        stage.number = number;
-        stage.b = planes_descriptor(shared_address(x + rings.x.slot * X_SLOT_BYTES));
-        stage.adds = adds;
-#pragma unroll
-        for (int i = 0; i < 2; i++) stage.phase[i] = phase_of(own.address[i] + number * RAW_BYTES);
-        pass_gate(&gates->raw_full[rings.raw.slot], rings.raw.parity);
-        unsigned w[2][2][4];
-        multiply_steps<0>(sums, own, w, stage, rings, book);
-        free_slot(&gates->raw_free[rings.raw.slot]);
-        rings.raw.go_on();
-        wait_products<0>();
-        free_slot(&gates->x_free[rings.x.slot]);
-        rings.x.go_on();
-    }
-
-    // From STEP on: a step's weights are decoded while the products of the one before run.
+    // Multiplies step STEP, whose weights are decoded, and the following ones of the stage: a
+    // step's weights are decoded while the products of the one before run.
     template <int STEP, int NUM, class Book>
     __device__ void multiply_steps(Sums<NUM> &sums, Own &own, unsigned (&w)[2][2][4],
-                                   const Stage &stage, const Rings &rings, Book book) const {
-        if constexpr (STEP < STEPS) {
-            const bool in_row = LANE >= 32 || stage.number * STAGE + 32 * STEP < product.cols;
-            if (STEP >= 2) wait_products<1>();
-            unsigned (&own_w)[2][4] = w[STEP % 2];
-            decode_step<STEP>(own_w, own, stage.from, stage.phase, in_row, book);
-            if (STEP == 0) pass_gate(&gates->x_full[rings.x.slot], rings.x.parity);
-            const unsigned long long at = stage.b + STEP * STEP_BYTES / 16;
-            begin_products();
-            multiply_async<NUM>(sums.of, own_w[0], at, STEP > 0 || stage.adds);
-            multiply_async<NUM>(sums.of, own_w[1], at + 2 * PLANE_BYTES / 16, 1);
-            commit_products();
-            multiply_steps<STEP + 1>(sums, own, w, stage, rings, book);
+                                   const Raw &stage, unsigned long long b, bool adds,
+                                   Book book) const {
+        unsigned (&own_w)[2][4] = w[STEP % 2];
+        begin_products();
+        multiply_async<NUM>(sums.of, own_w[0], b, STEP > 0 || adds);
+        multiply_async<NUM>(sums.of, own_w[1], b + 2 * PLANE_BYTES / 16, 1);
+        commit_products();
+        wait_products<1>();
+        if constexpr (STEP + 1 < STEPS) {
+            decode_step<STEP + 1>(w[(STEP + 1) % 2], own, stage, book);
+            multiply_steps<STEP + 1>(sums, own, w, stage, b + STEP_BYTES / 16, adds, book);
         }
     }
 
@@ -365,16 +352,31 @@ struct Warpgroups {
     __device__ void multiply_tile(const Tile &tile, Rings &rings, Book book) const {
         Sums<NUM> sums;
         Own own;
+        unsigned w[2][2][4];
 #pragma unroll
         for (int i = 0; i < 2; i++) own.address[i] = lower_bits(row_at(tile, own_row() + 8 * i));
 #pragma unroll
         for (int i = 0; i < NUM / 2; i++) sums.of[i] = sums.totals[i] = 0.0f;
         int left_of_slice = product.slice;
+        Raw stage = raw_of(own, 0, rings);
+        decode_step<0>(w[0], own, stage, book);
 #pragma unroll 1
-        for (int stage = 0; stage < stages; stage++) {
-            multiply_stage(sums, own, stage, rings, left_of_slice != product.slice, book);
+        for (int number = 0; number < stages; number++) {
+            pass_gate(&gates->x_full[rings.x.slot], rings.x.parity);
+            multiply_steps<0>(sums, own, w, stage,
+                              planes_descriptor(shared_address(x + rings.x.slot * X_SLOT_BYTES)),
+                              left_of_slice != product.slice, book);
+            free_slot(&gates->raw_free[rings.raw.slot]);
+            rings.raw.go_on();
+            if (number + 1 < stages) {
+                stage = raw_of(own, number + 1, rings);
+                decode_step<0>(w[0], own, stage, book);
+            }
+            wait_products<0>();
+            free_slot(&gates->x_free[rings.x.slot]);
+            rings.x.go_on();
             left_of_slice -= STAGE;
-            if (left_of_slice == 0 || stage + 1 == stages) {
+            if (left_of_slice == 0 || number + 1 == stages) {
                 left_of_slice = product.slice;
 #pragma unroll
                 for (int i = 0; i < NUM / 2; i++) sums.totals[i] += sums.of[i];
@@ -396,12 +398,14 @@ struct Warpgroups {
         }
     }
 
-    template <bool WHOLE, class Tiles, class Book>
+    template <int NUM, class Tiles, class Book>
     __device__ void multiply_tiles(const Tiles &tiles, Book book) const {
         Rings rings;
         for (int i = 0; i < tiles.count; i++) {
             const Tile tile = tiles.tile(i);
-            if (WHOLE || tile.count > 96)
+            if constexpr (NUM != 0)
+                multiply_tile<NUM>(tile, rings, book);
+            else if (tile.count > 96)
                 multiply_tile<128>(tile, rings, book);
             else if (tile.count > 64)
                 multiply_tile<96>(tile, rings, book);
@@ -413,8 +417,8 @@ struct Warpgroups {
     }
 
     // All threads of the block, after a barrier that follows open_gates and the book's loading.
-    // WHOLE: tiles have about as many tokens as fit.
-    template <bool WHOLE, class Tiles, class Book>
+    // NUM: for so many tokens of every tile, whether it has them or not; 0: as it has them.
+    template <int NUM, class Tiles, class Book>
     __device__ void run(const Tiles &tiles, Book book) const {
         const int warp = threadIdx.x / 32;
         if (warp < FIRST_MULTIPLYING) {
@@ -425,7 +429,7 @@ struct Warpgroups {
                 copy_x(tiles);
         } else {
             take_registers<MULTIPLYING_REGISTERS>();
-            multiply_tiles<WHOLE>(tiles, book);
+            multiply_tiles<NUM>(tiles, book);
         }
     }
 };
@@ -436,17 +440,22 @@ __device__ inline int share_of(int tiles) {
     return first < tiles ? (tiles - first + step - 1) / step : 0;
 }
 
-// The tiles of a block, token tiles innermost.
+// The tiles of a block, of about equally many tokens; token tiles innermost.
 struct DenseTiles {
     const unsigned char *matrix;
-    int tokens, token_tiles, count;
+    int tokens, each, token_tiles, count;
 
     __device__ Tile tile(int i) const {
-        const int all = blockIdx.x + i * gridDim.x, first = all % token_tiles * TOKENS;
-        return {matrix, all / token_tiles * ROWS, first, min(TOKENS, tokens - first)};
+        const int all = blockIdx.x + i * gridDim.x, first = all % token_tiles * each;
+        return {matrix, all / token_tiles * ROWS, first, min(each, tokens - first)};
     }
     __device__ unsigned row_of(int pair) const { return pair; }
 };
+
+// The least multiple of eight that lets so many tiles hold the tokens.
+__device__ inline int tokens_each(int tokens, int tiles) {
+    return ((tokens + tiles - 1) / tiles + 7) / 8 * 8;
+}
 
 // Which token tiles are which expert's, in shared memory: as few as there can be, of equal size.
 struct Experts {
@@ -505,7 +514,7 @@ struct GroupedTiles {
         const int e = experts.of_tile(token_tile),
                   tiles = experts.prefix[e + 1] - experts.prefix[e];
         const int pairs = experts.start[e + 1] - experts.start[e];
-        const int each = ((pairs + tiles - 1) / tiles + 7) / 8 * 8;
+        const int each = tokens_each(pairs, tiles);
         const int first = (token_tile - experts.prefix[e]) * each;
         return {reinterpret_cast<const unsigned char *>(blobs[e]) + offset, all % row_tiles * ROWS,
                 experts.start[e] + first, min(each, pairs - first)};
@@ -513,8 +522,8 @@ struct GroupedTiles {
     __device__ unsigned row_of(int pair) const { return rows_of[pair]; }
 };
 
-// matmul_warpgroup: any grid, whose blocks go round robin through the tiles
-template <int TYPE, int LANE, int ALIGN, int X_SLOTS, int RAW_SLOTS>
+// matmul_warpgroup: any grid, whose blocks go round robin through the tiles of up to NUM tokens
+template <int TYPE, int LANE, int ALIGN, int X_SLOTS, int RAW_SLOTS, int NUM>
 __global__ void __launch_bounds__(THREADS, 1)
     matmul_warpgroup(const float *, const unsigned short *activations, const unsigned char *data,
                      float *out, long long, long long tokens, long long rows, long long cols,
@@ -523,14 +532,14 @@ __global__ void __launch_bounds__(THREADS, 1)
     const Warpgroups<TYPE, LANE, ALIGN, X_SLOTS, RAW_SLOTS> block(
         {activations, out, static_cast<int>(rows), static_cast<int>(cols), static_cast<int>(slice)},
         shared);
-    const int token_tiles = (static_cast<int>(tokens) + TOKENS - 1) / TOKENS;
+    const int num_tokens = tokens, token_tiles = (num_tokens + NUM - 1) / NUM;
     const int row_tiles = (static_cast<int>(rows) + ROWS - 1) / ROWS;
     block.open_gates();
     const auto book = load_any_book<TYPE>(block.rest);
     __syncthreads();
-    const DenseTiles all = {data, static_cast<int>(tokens), token_tiles,
+    const DenseTiles all = {data, num_tokens, tokens_each(num_tokens, token_tiles), token_tiles,
                             share_of(token_tiles * row_tiles)};
-    block.template run<true>(all, book);
+    block.template run<NUM>(all, book);
 }
 
 // grouped_warpgroup: pairs sorted by expert; any grid, whose blocks go round robin through the
@@ -555,5 +564,5 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int row_tiles = (static_cast<int>(rows) + ROWS - 1) / ROWS;
     const GroupedTiles tiles = {
         all, blobs, row_of, offset_bytes, row_tiles, share_of(all.prefix[all.count] * row_tiles)};
-    block.template run<false>(tiles, book);
+    block.template run<0>(tiles, book);
 }

@@ -17,6 +17,8 @@ from strata_cli.errors import DeviceError
 CAPABILITY = (9, 0)  # wgmma belongs to exactly this one
 TILE_ROWS = 128
 TILE_TOKENS = 128
+TOKENS = (128, 96, 64, 32)  # that a function is compiled for; the first of equally good ones
+DECODING_TOKENS = 64  # as long as it takes to multiply so many, a tile takes in any case
 THREADS = 384
 PLANE_BYTES = 16 * TILE_TOKENS  # of 8 k
 SLOT_PADDING = 16
@@ -62,15 +64,31 @@ def has_warpgroup_plan(matrix: Matrix, gpu: Gpu, experts: int = 0) -> bool:
     return gpu.capability == CAPABILITY and _slots(matrix, gpu, experts) is not None
 
 
-def _plan(name: str, matrix: Matrix, tiles: int, gpu: Gpu, experts: int = 0) -> Plan:
+def _tile_tokens(
+    matrix: Matrix, tokens: int, num_multiprocessors: int, candidates: tuple[int, ...]
+) -> int:
+    """What the busiest multiprocessor is done with first; the most of several."""
+    row_tiles, available = blocks(matrix.rows, TILE_ROWS), max(1, num_multiprocessors)
+
+    def cost(size: int) -> int:
+        turns = blocks(row_tiles * blocks(tokens, size), available)
+        return turns * (size + DECODING_TOKENS)
+
+    return min(candidates, key=cost)
+
+
+def _plan(
+    name: str, matrix: Matrix, tiles: int, gpu: Gpu, experts: int = 0, *parameters: int
+) -> Plan:
     slots = _slots(matrix, gpu, experts)
     if slots is None:
         raise DeviceError(
             f"{matrix.qtype.name} product with {matrix.cols} columns does not fit a block's "
             f"{gpu.shared_bytes} bytes of shared memory"
         )
+    numbers = (matrix.lane, matrix.align, *slots, *parameters)
     return Plan(
-        unit=unit_of("matmul_warpgroup.cu", name, matrix.qtype, matrix.lane, matrix.align, *slots),
+        unit=unit_of("matmul_warpgroup.cu", name, matrix.qtype, *numbers),
         grid=(min(tiles, max(1, gpu.num_multiprocessors)), 1, 1),
         block=(THREADS, 1, 1),
         shared_bytes=warpgroup_shared_bytes(matrix, slots, experts),
@@ -79,14 +97,17 @@ def _plan(name: str, matrix: Matrix, tiles: int, gpu: Gpu, experts: int = 0) -> 
 
 
 @lru_cache(maxsize=4096)
-def warpgroup_plan(matrix: Matrix, tokens: int, gpu: Gpu) -> Plan:
+def warpgroup_plan(
+    matrix: Matrix, tokens: int, gpu: Gpu, candidates: tuple[int, ...] = TOKENS
+) -> Plan:
     """The many-row function for one matrix and so many tokens.
 
     Raises:
         DeviceError: it does not fit.
     """
-    tiles = blocks(matrix.rows, TILE_ROWS) * blocks(tokens, TILE_TOKENS)
-    return _plan("matmul_warpgroup", matrix, tiles, gpu)
+    size = _tile_tokens(matrix, tokens, gpu.num_multiprocessors, candidates)
+    tiles = blocks(matrix.rows, TILE_ROWS) * blocks(tokens, size)
+    return _plan("matmul_warpgroup", matrix, tiles, gpu, 0, size)
 
 
 @lru_cache(maxsize=4096)
