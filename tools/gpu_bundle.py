@@ -20,7 +20,7 @@ PLATFORMS = (
     "manylinux2014_x86_64",
     "manylinux1_x86_64",
 )
-TEST_TOOLS = ("pytest", "hypothesis")
+TEST_TOOLS = ("pytest", "hypothesis", "openai", "pyyaml")  # of the developer's, what tests import
 
 README = """\
 On the GPU machine, with Python {python}:
@@ -35,12 +35,12 @@ Packages that the machine already has need not be installed: leave their wheels 
 
 
 def requirements() -> list[str]:
-    """What the project needs to run on a GPU, and its tests beside it."""
+    """What the project needs to run on a GPU, and all its tests: pytest imports every one."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
     tools = [line for line in extras["dev"] if line.startswith(TEST_TOOLS)]
-    return [*project["dependencies"], *extras["cuda"], *tools]
+    return [*project["dependencies"], *extras["cuda"], *extras["serve"], *tools]
 
 
 def download_wheels(folder: Path, python: str, only: list[str]) -> None:
