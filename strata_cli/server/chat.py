@@ -11,7 +11,13 @@ from starlette.responses import Response
 
 from strata_cli.server.answers import Answer, Part
 from strata_cli.server.asking import Wanted, ask
-from strata_cli.server.chat_prompts import ChatSetup, ReadChat, chat_setup, read_chat
+from strata_cli.server.chat_prompts import (
+    ChatSetup,
+    ReadChat,
+    chat_setup,
+    ignored_variables,
+    read_chat,
+)
 from strata_cli.server.failures import bad_request
 from strata_cli.server.formats import constraint_of
 from strata_cli.server.logprobs import ChatLogprobs, Entry, Spelling
@@ -40,7 +46,8 @@ async def chat_completions(request: Request) -> Response:
     parsed = await service.parse(request, ChatRequest)
     setup = await _setup(service, parsed.request)
     chat = _ChatRun(service, request, parsed.request, setup)
-    return await respond(request, service, parsed, chat)
+    ignored = (*parsed.ignored, *ignored_variables(service.texts, parsed.request))
+    return await respond(request, service, parsed._replace(ignored=ignored), chat)
 
 
 async def _setup(service: Service, body: ChatRequest) -> ChatSetup:

@@ -151,6 +151,13 @@ def _variables(texts: ModelTexts, body: ChatRequest) -> dict[str, Any]:
     return variables | given
 
 
+def ignored_variables(texts: ModelTexts, body: ChatRequest) -> list[str]:
+    """Variables for the chat template that it does not have, as x-strata-ignored names them."""
+    source = "" if texts.template is None else texts.template.source
+    given = body.chat_template_kwargs or {}
+    return [f"chat_template_kwargs.{name}" for name in given if name not in source]
+
+
 def _effort(texts: ModelTexts, effort: str) -> dict[str, Any]:
     if effort not in EFFORTS:
         raise bad_request(

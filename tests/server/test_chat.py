@@ -160,6 +160,20 @@ def test_an_effort_that_has_no_effect_is_refused_by_name() -> None:
     template.close()
 
 
+def test_variables_that_the_template_does_not_have_are_named() -> None:
+    template = ChatTemplate("{{ messages[0].content }}{{ style }}")
+    app = new_app(FakeEngine(WORLD), texts=ModelTexts("small", tokenizer(), template))
+    variables = {"style": "x", "enable_thinking": False, "a b": 1}
+    fields = {"messages": [USER], "max_tokens": 1}
+    answer = ask(app, "/v1/chat/completions", **fields, chat_template_kwargs=variables, user="me")
+    assert answer.status == 200
+    named = "user, chat_template_kwargs.enable_thinking, ?"
+    assert answer.headers["x-strata-ignored"] == named
+    answer = ask(app, "/v1/chat/completions", **fields, chat_template_kwargs={"style": "x"})
+    assert "x-strata-ignored" not in answer.headers
+    template.close()
+
+
 def test_a_model_without_a_template_takes_no_chat() -> None:
     app = new_app(FakeEngine(WORLD), texts=ModelTexts("small", tokenizer(), None))
     answer = ask(app, "/v1/chat/completions", messages=[USER])
