@@ -7,16 +7,13 @@ what keeps an answer free of everything but state, question, model and build.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 import anyjev
-from anyjev.readout import (
-    LabelTokenError,
-    build_prompt,
-    render_chat_parts,
-    resolve_labels,
-)
+from anyjev.readout import LabelTokenError, resolve_labels
 
 from strata_cli.decisions.answers import (
     Decision,
@@ -26,6 +23,7 @@ from strata_cli.decisions.answers import (
     text_answer,
 )
 from strata_cli.decisions.by_text import TextReader
+from strata_cli.decisions.orders import Orders
 from strata_cli.decisions.questions import Question, check_distinct
 from strata_cli.decisions.reads import Backend, TokenCounts
 from strata_cli.decisions.rules import DEFAULT_RULES, DecisionRules, Level
@@ -33,6 +31,9 @@ from strata_cli.errors import InputError
 
 if TYPE_CHECKING:
     from strata_cli.engine.engine import Engine
+
+MANY_ORDERS = 8
+"""Fewer prompts are rendered sooner than a thread begins to."""
 
 
 class Decider:
@@ -133,10 +134,14 @@ class Decider:
     def _by_label(self, state: str, questions: Sequence[Question]) -> list[Decision]:
         if not questions:
             return []
-        specs = [self._spec(question) for question in questions]
-        (another,) = self._first_prompts(_another(state), questions[:1], specs[:1])
-        self._backend.expect(self._first_prompts(state, questions, specs), another)
-        found = self._decider.decide(state, specs)
+        tokenizer, asked = self._backend.tokenizer, [self._orders(one) for one in questions]
+        another = asked[0].prompt(tokenizer, _another(state), asked[0].orders[0])
+        parting = [
+            one.prompt(tokenizer, state, order) for one in asked for order in one.parting(tokenizer)
+        ]
+        with self._rendering(state, asked):
+            self._backend.expect(parting, another)
+        found = self._decider.decide(state, [one.spec for one in asked])
         return [label_answer(*pair) for pair in zip(questions, found, strict=True)]
 
     def _by_their_text(self, state: str, questions: Sequence[Question]) -> list[Decision]:
@@ -183,16 +188,27 @@ class Decider:
     def _spec(self, question: Question) -> anyjev.Question:
         return question.spec if self.rules.level == "raw" else question.canonical()
 
-    def _first_prompts(
-        self, state: str, questions: Sequence[Question], specs: Sequence[anyjev.Question]
-    ) -> list[str]:
-        """One prompt of each question, which tells what all begin with."""
-        tokenizer, prompts = self._backend.tokenizer, []
-        for question, spec in zip(questions, specs, strict=True):
-            labels = self._labels(question)
-            prompt = build_prompt(state, spec, range(spec.k), labels=labels)
-            prompts.append("".join(render_chat_parts(tokenizer, prompt)))
-        return prompts
+    def _orders(self, question: Question) -> Orders:
+        is_raw = self.rules.level == "raw"
+        return Orders.of(self._spec(question), self._labels(question), is_raw=is_raw)
+
+    @contextmanager
+    def _rendering(self, state: str, asked: Sequence[Orders]) -> Iterator[None]:
+        """Render and encode all prompts, if there are many, while the engine is at work."""
+        if sum(len(one.orders) for one in asked) < MANY_ORDERS:
+            yield
+            return
+        tokenizer = self._backend.tokenizer
+
+        def render() -> None:
+            for one in asked:
+                for order in one.orders:
+                    tokenizer.prompt_ids(one.prompt(tokenizer, state, order))
+
+        with ThreadPoolExecutor(1, "prompts") as pool:
+            done = pool.submit(render)
+            yield
+            done.result()
 
     def _labels(self, question: Question) -> list[str]:
         try:

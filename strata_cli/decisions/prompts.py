@@ -7,6 +7,8 @@ back, as plain characters, when the text is encoded: see chat_prompt.
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 from strata_cli.engine.model.chat_prompt import Shield
@@ -17,6 +19,8 @@ from strata_cli.errors import InputError, quoted
 
 class PromptTokenizer:
     """The interface of a transformers tokenizer, as far as AnyJev uses it.
+
+    Prompts are kept until the next protect(): a thread may render them ahead of who asks for them.
 
     Args:
         tokenizer: the model's.
@@ -30,16 +34,21 @@ class PromptTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._memory = tokenizer.memory()
+        self._lock = threading.Lock()
+        self._rendered: dict[str, str] = {}
+        self._encoded: dict[str, list[int]] = {}
         self.chat_template = None if template is None else template.source
         self.protect(())
 
     def protect(self, texts: Iterable[str]) -> None:
         """Choose stand-ins that occur in none of the texts of the prompts to come.
 
-        No prompt's tokens depend on the choice.
+        No prompt's tokens depend on the choice. Prompts of before are forgotten.
         """
         known = [self.chat_template or "", *texts]
         self._shield = Shield(self._tokenizer.control_texts, known)
+        self._rendered.clear()
+        self._encoded.clear()
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a piece of plain text, such as a label."""
@@ -63,20 +72,29 @@ class PromptTokenizer:
         hidden = [
             {**message, "content": self._shield.hide(message["content"])} for message in messages
         ]
-        return self._template.render(
-            hidden, add_generation_prompt=add_generation_prompt, tools=None, **variables
-        )
+        key = json.dumps([hidden, add_generation_prompt, variables])
+        if key not in self._rendered:
+            self._rendered[key] = self._template.render(
+                hidden, add_generation_prompt=add_generation_prompt, tools=None, **variables
+            )
+        return self._rendered[key]
 
     def shown(self, text: str) -> str:
         """A text of protect() as it stands in a rendered prompt."""
         return text if self._template is None else self._shield.hide(text)
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Token ids of a whole prompt, as AnyJev rendered it.
+        """Token ids of a whole prompt, as AnyJev rendered it. For reading only.
 
         Raises:
             InputError: the text has half a surrogate pair.
         """
+        with self._lock:
+            if text not in self._encoded:
+                self._encoded[text] = self._encode_prompt(text)
+            return self._encoded[text]
+
+    def _encode_prompt(self, text: str) -> list[int]:
         if self._template is None:
             return self._tokenizer.encode(text, parse_special=False, memory=self._memory)
         return self._tokenizer.encode(

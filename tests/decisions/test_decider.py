@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import anyjev
 import numpy as np
@@ -14,6 +15,7 @@ from strata_cli.decisions.backend import EngineBackend
 from strata_cli.decisions.decider import Decider
 from strata_cli.decisions.rules import DEFAULT_RULES, DecisionRules, Level
 from strata_cli.engine.engine import Engine
+from strata_cli.engine.model.chat_template import ChatTemplate
 from strata_cli.errors import InputError
 from tests.decisions.asking import OPTIONS, QUESTION, STATE, open_tiny
 
@@ -21,6 +23,7 @@ CHOICE = questions.choice(QUESTION, OPTIONS, "section")
 YES_NO = questions.yes_no("Does this package belong to the section games?", "game")
 SCALE = questions.scale("How fast is it?", 0, 10, id="speed")
 NO_PRIOR = DecisionRules(prior="none")
+ANEW = DecisionRules(prior="none", reuse=False)
 LEVELS = questions.levels("How fast is it?", ["slow", "fast"], "pace")
 ALL = [CHOICE, YES_NO, SCALE, LEVELS]
 
@@ -66,6 +69,27 @@ def test_a_long_state_is_read_once_for_all_questions(engine: Engine) -> None:
     length = len(engine.tokenizer.encode(state, parse_special=False))
     assert tokens.prompt_tokens > 8 * length
     assert tokens.read_tokens < 1.9 * length
+
+
+def test_each_of_many_prompts_is_rendered_once_and_the_state_read_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered, render = list[str](), ChatTemplate.render
+
+    def counted(self: ChatTemplate, messages: Any, **more: Any) -> str:
+        rendered.append(messages[-1]["content"])
+        return render(self, messages, **more)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    names = [f"ship {name}" for name in ("a b", "a c", "a d", *"efghij")]
+    many, state = questions.choice(QUESTION, names), STATE * 20
+    with Decider(engine, NO_PRIOR) as decider, Decider(engine, ANEW) as anew:
+        found = decider.decide(state, [many])
+        assert len(rendered) == len(set(rendered)) == len(names) + 1  # and one to compare with
+        assert anew.decide(state, [many]).as_dict() == found.as_dict()
+        longer = decider.decide(state * 2, [many])
+    length = len(engine.tokenizer.encode(state, parse_special=False))
+    assert longer.tokens.read_tokens - found.tokens.read_tokens < 1.1 * length
 
 
 def test_neither_traffic_nor_other_questions_nor_ids_move_an_answer(engine: Engine) -> None:
