@@ -4,7 +4,7 @@
 //   and decodes them once.
 //
 // A block makes tiles of 128 weight rows and up to 128 tokens, one after the other, in stages of
-// 256 k, or 128 where rows of a type are cut finer. One warp has raw rows copied, well ahead. Three
+// 256 k, or 128 where rows of a type are cut finer. One warp copies raw rows, well ahead. Three
 // copy activations by way of registers, in which lanes exchange them for the order that the tensor
 // cores want. Two warpgroups multiply: a warp decodes 16 rows straight into the registers that
 // wgmma takes, a step ahead of the products, which run beside it. Each sum is made of the same
@@ -110,35 +110,23 @@ struct Warpgroups {
 
     // -- raw rows --------------------------------------------------------------------------------
 
-    // A lane has four rows' stages copied, whole, with what shares their first and last 16 bytes.
+    // Four lanes copy a row's stage, 64 bytes at a time; zeros follow where the row ends within.
     __device__ void copy_rows(const Tile &tile, int stage, int slot) const {
-        int nbytes = 0;
-#pragma unroll
-        for (int row = threadIdx.x % 32; row < ROWS; row += 32) {
-            const unsigned char *from = row_at(tile, row) + stage * RAW_BYTES;
-            const int phase = phase_of(lower_bits(from));
-            const int own = (phase + RAW_BYTES + 15) / 16 * 16;
-            copy_bulk(raw + slot * RAW_SLOT_BYTES + row * PITCH, from - phase, own,
-                      &gates->raw_full[slot]);
-            nbytes += own;
-        }
-        arrive_expecting(&gates->raw_full[slot], nbytes);
-    }
-
-    // The same where a row may end within a stage: zeros follow. Four lanes copy a row.
-    __device__ void copy_parts(const Tile &tile, int stage, int slot) const {
         const int first = 16 * (threadIdx.x % 4);
-        const int length = R::bytes(min(STAGE, product.cols - stage * STAGE));
-#pragma unroll 1
+        const int length = FULL ? RAW_BYTES : R::bytes(min(STAGE, product.cols - stage * STAGE));
+#pragma unroll 4
         for (int row = threadIdx.x % 32 / 4; row < ROWS; row += 8) {
             const unsigned char *from = row_at(tile, row) + stage * RAW_BYTES;
             const int phase = phase_of(lower_bits(from));
             from += first - phase;
             unsigned char *to = raw + slot * RAW_SLOT_BYTES + row * PITCH + first;
 #pragma unroll
-            for (int at = 0; at < 16 * CHUNKS; at += 64)
-                if (first + at < 16 * CHUNKS)
+            for (int at = 0; at < 16 * CHUNKS; at += 64) {
+                if (FULL && (at + 64 <= RAW_BYTES || (STEP_ALIGN == 16 && first + at < RAW_BYTES)))
+                    copy_async(to + at, from + at);
+                else if (first + at < 16 * CHUNKS)
                     copy_async(to + at, from + at, max(0, min(16, phase + length - first - at)));
+            }
         }
         arrive_when_copied(&gates->raw_full[slot]);
     }
@@ -150,10 +138,7 @@ struct Warpgroups {
             const Tile tile = tiles.tile(i);
             for (int stage = 0; stage < stages; stage++) {
                 pass_gate(&gates->raw_free[turn.slot], turn.parity ^ 1);
-                if (FULL)
-                    copy_rows(tile, stage, turn.slot);
-                else
-                    copy_parts(tile, stage, turn.slot);
+                copy_rows(tile, stage, turn.slot);
                 turn.go_on();
             }
         }
