@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import click
@@ -12,13 +13,14 @@ import click
 from strata_cli.commands.logits_file import check_distinct, check_logits_file
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import PromptSource
-from strata_cli.config import StrataConfig
+from strata_cli.config import StrataConfig, flag_of
 from strata_cli.engine.decode.sampling import Sampler
 from strata_cli.engine.effects import check_effects
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.model.shards import files_of_model
 from strata_cli.engine.options import engine_options
 from strata_cli.engine.trace import STDERR, Sink, Trace, open_trace
+from strata_cli.errors import ConfigError
 from strata_cli.models import DEMO_MODEL_PATH
 
 ENGINE_SETTINGS = (
@@ -112,6 +114,29 @@ def sampler_of(config: StrataConfig) -> Sampler:
         min_p=config.min_p,
         seed=config.seed,
     )
+
+
+def check_sampling(config: StrataConfig, max_tokens: int) -> None:
+    """Refuse flags of the sampler where it has nothing to choose.
+
+    Raises:
+        ConfigError: one of them would have no effect.
+    """
+    if max_tokens and config.temperature:
+        return
+    given = given_flags()
+    names = [spec for spec in fields(StrataConfig) if spec.name in SAMPLING_SETTINGS]
+    idle = [
+        flag_of(spec.name)
+        for spec in names
+        if spec.name in given and getattr(config, spec.name) != spec.default
+    ]
+    if idle:
+        why = "the temperature is 0" if max_tokens else "no token is generated"
+        way = "--temperature, such as 0.8" if max_tokens else "--max-tokens"
+        raise ConfigError(
+            f"{' and '.join(idle)} would have no effect: {why}", hint=f"add {way}, or leave it out"
+        )
 
 
 def _open(config: StrataConfig, trace: Trace, *, will_chat: bool, num_sequences: int) -> Engine:

@@ -15,6 +15,7 @@ from strata_cli.commands.logits_file import LogitsFile, check_logits_file
 from strata_cli.commands.opening import (
     ENGINE_SETTINGS,
     SAMPLING_SETTINGS,
+    check_sampling,
     input_files,
     open_engine,
     sampler_of,
@@ -118,6 +119,7 @@ def read(
         system=system,
     )
     source.check()
+    check_sampling(config, max_tokens)
     if suffixes is not None:
         others = {"--max-tokens": max_tokens, "--all-logits-out": all_logits_out}
         check_suffixes(suffixes, source, config, others)

@@ -284,6 +284,8 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["x", "--model", "~nosuchuser/x"], ["--model starts with ~"]),
     (["x", "--model", "x" * 256], ["(256 characters)", "File name too long"]),
     (["x", "--temperature", "nan"], ["--temperature", "nan"]),
+    (["x", "--top-k", "5", "--max-tokens", "2"], ["--top-k would have no effect", "is 0"]),
+    (["x", "--temperature", "1", "--seed", "5"], ["--temperature and --seed", "no token"]),
     (["x", "--prefill", "-1"], ["--prefill"]),
     (["x", "--max-context", "999999"], ["999999", "2048"]),
     (["x", "--device", "gpu"], ["--device", "gpu"]),
