@@ -69,13 +69,13 @@ CHANGES = {
             f"    stamp({TOGETHER});\n",
         ),
         (
-            "pass_gate(shared.full + own_slots + turn.slot, turn.parity);\n#else",
-            "pass_gate(shared.full + own_slots + turn.slot, turn.parity);\n"
+            "pass_gate(shared.full + own_slot, turn.parity);\n#else",
+            "pass_gate(shared.full + own_slot, turn.parity);\n"
             f"            stamp({ARRIVED});\n#else",
         ),
         (
-            "        team.wait();\n        float inverse_gain",
-            f"        stamp({MADE});\n        team.wait();\n        float inverse_gain",
+            "        team.wait();\n        add_slices(",
+            f"        stamp({MADE});\n        team.wait();\n        add_slices(",
         ),
         (
             "    make_tiles(work, shared, columns, team);\n",

@@ -129,20 +129,28 @@ __device__ inline void store_two(uint4 *planes, int plane, int k, int column, in
 template <class... Kinds>
 __device__ inline void load_gated(uint4 *planes, const float *x, int cols, const Columns &columns,
                                   const Gated &gate, int warps) {
-    const int pairs = (cols + 31) / 32 * 16, count = columns.count;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < pairs * count; i += 32 * warps) {
+    const int pairs = (cols + 31) / 32 * 16, count = columns.count, threads = 32 * warps;
+    const auto load = [&](int i, float (&v)[2], float (&times)[2]) {
+        if (i >= pairs * count) return;
         const int column = i / pairs, k = 2 * (i - column * pairs);
         const long long row = columns.source ? columns.source[column] : columns.first + column;
-        float v[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const long long at = row * cols + k + e;
-            v[e] = 0.0f;
-            if (k + e >= cols) continue;
-            v[e] = silu32(x[at] / gate.divisor);
-            if (gate.up) v[e] *= gate.up[at];
+            const bool is_there = k + e < cols;
+            v[e] = is_there ? x[row * cols + k + e] : 0.0f;
+            times[e] = is_there && gate.up ? gate.up[row * cols + k + e] : 1.0f;
         }
+    };
+    float next[2], next_times[2];
+    load(threadIdx.x, next, next_times);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pairs * count; i += threads) {
+        const int column = i / pairs, k = 2 * (i - column * pairs);
+        float v[2] = {next[0], next[1]};
+        const float times[2] = {next_times[0], next_times[1]};
+        load(i + threads, next, next_times);
+#pragma unroll
+        for (int e = 0; e < 2; e++) v[e] = silu32(v[e] / gate.divisor) * times[e];
         store_two<Kinds...>(planes, pairs / 4 * count, k, column, count, v[0], v[1]);
     }
 }

@@ -34,13 +34,14 @@ WIDE_BOOK_BYTES = 32 << 10  # one of f16
 WIDE_BOOKS = (QuantType.IQ3_XXS, QuantType.IQ3_S)
 LINE_BYTES = 128
 BANKS = 32
-GATE_BYTES = 16  # of a slot
+SLOT_BYTES = 16 + 4 * 17  # of a slot: its gates, what it holds
+SUMS_BYTES = 12 << 10  # of the sums of tiles that a block adds up at once
 LIGHT_TILE_BYTES = 24 << 10
 FLOAT_TILE_BYTES = 44 << 10
 HEAVY_TILE_BYTES = 60 << 10  # by half where that fills idle multiprocessors
 FEW_TILES = MULTIPROCESSORS // 2
 PAIR_BLOCK_BYTES = 112 << 10  # two of these fit a multiprocessor
-WIDE_BLOCK_BYTES = 180 << 10  # of the usual one of a multiprocessor: never two, and much on its way
+WIDE_BLOCK_BYTES = 192 << 10  # of the usual one of a multiprocessor: never two, and much on its way
 RESERVED_BYTES = 1 << 10
 USUAL_WARPS = 20  # that multiply in a block; measured
 PAIR_WARPS = 12  # the same of two blocks of a multiprocessor
@@ -128,7 +129,11 @@ def _num_tiles(matrices: tuple[Matrix, ...], rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A choice that fits: rows of a tile, columns, teams, their warps and slots, cuts by kind."""
+    """A choice that fits: rows of a tile, columns, teams, their warps and slots, cuts by kind.
+
+    Attributes:
+        sums: tiles of a team whose sums there is room for.
+    """
 
     rows: int
     columns: int
@@ -136,6 +141,7 @@ class _Shape:
     teams: int
     parts: int
     slots: int
+    sums: int
     cuts: tuple[_Cut, ...]
     shared_bytes: int
 
@@ -180,13 +186,12 @@ def _cut(matrix: Matrix, rows: int, parts: int) -> _Cut:
     row_bytes, lane_bytes = matrix.bytes_of(cols), matrix.bytes_of(max(matrix.lane, 32))
     part_bytes = min(part_slices * matrix.bytes_of(slice_weights), row_bytes)
     is_filled = BLOCK[qtype].weights == 1 and cols % 32 != 0
-    own_rows = min(rows, matrix.rows)  # of a tile
     best: _Cut | None = None
     for shift in range(rows.bit_length()) if parts == 1 and not is_filled else (0,):
         span_bytes = ((1 << shift) - 1) * row_bytes + part_bytes + LINE_BYTES * is_filled
         longest = LINE_BYTES - matrix.align + span_bytes
         chunks = blocks(longest, LINE_BYTES) * LINE_BYTES // 16 | 1
-        spans = blocks(own_rows, 1 << shift)
+        spans = blocks(rows, 1 << shift)
         cut = _Cut(slice_weights, slices, part_slices, rows, shift, chunks, spans * chunks)
         if best is None:
             best = cut
@@ -203,15 +208,24 @@ def _book_bytes(kind: _Kind) -> int:
     return WIDE_BOOK_BYTES if kind.qtype in WIDE_BOOKS else BOOK_BYTES
 
 
-def _fixed_bytes(matrices: tuple[Matrix, ...], rows: int, columns: int, teams: int) -> int:
-    """Shared memory beside the slots: code book, planes of x, partial sums."""
+def _tile_sum_bytes(matrices: tuple[Matrix, ...], rows: int, columns: int) -> int:
+    return max(map(_num_slices, matrices)) * rows * columns * 4
+
+
+def _sums(tile_sum_bytes: int, tiles: int, teams: int) -> int:
+    """Tiles of a team whose sums are kept: all of its share, or an even number of halves."""
+    own_tiles = blocks(tiles, teams)
+    room = max(2, SUMS_BYTES // (teams * tile_sum_bytes))
+    return own_tiles if own_tiles <= room else room // 2 * 2
+
+
+def _fixed_bytes(matrices: tuple[Matrix, ...], columns: int) -> int:
+    """Shared memory beside slots and partial sums: code book, planes of x."""
     kinds = _kinds(matrices)
     has_rest = any(kind.qtype is QuantType.F32 for kind in kinds)
     planes = len({kind.lane for kind in kinds}) + has_rest
     book = max(map(_book_bytes, kinds))
-    most_slices = max(map(_num_slices, matrices))
-    x_bytes = planes * blocks(matrices[0].cols, 32) * 64 * columns
-    return book + x_bytes + 2 * teams * most_slices * rows * columns * 4
+    return book + planes * blocks(matrices[0].cols, 32) * 64 * columns
 
 
 def _shapes(
@@ -230,6 +244,7 @@ def _shapes(
     """
     main = _main(matrices)
     slices, tile_rows = _num_slices(main), _tile_rows(matrices, rows)
+    tile_sum_bytes = _tile_sum_bytes(matrices, rows, columns)
     for parts in range(1, max(map(_num_slices, matrices)) + 1):
         cuts = tuple(
             max(
@@ -241,18 +256,20 @@ def _shapes(
         part_slices = blocks(slices, parts)
         team_warps = blocks(part_slices, blocks(part_slices, warps))
         for teams in range(max(1, min(tiles, warps // team_warps)), 0, -1):
-            fixed = _fixed_bytes(matrices, rows, columns, teams)
-            slot = 16 * max(cut.slot_chunks for cut in cuts) + GATE_BYTES
+            sums = _sums(tile_sum_bytes, tiles, teams)
+            fixed = _fixed_bytes(matrices, columns) + teams * sums * tile_sum_bytes
+            slot = 16 * max(cut.slot_chunks for cut in cuts) + SLOT_BYTES
             slots = 1 if teams > 1 else min(parts * tiles, 2)
             nbytes = fixed + teams * slots * slot
-            yield _Shape(rows, columns, team_warps, teams, parts, slots, cuts, nbytes)
+            yield _Shape(rows, columns, team_warps, teams, parts, slots, sums, cuts, nbytes)
     if is_last:
-        yield _Shape(rows, columns, team_warps, 1, parts, 1, cuts, fixed + slot)
+        fixed += (min(tiles, 2) - sums) * tile_sum_bytes
+        yield _Shape(rows, columns, team_warps, 1, parts, 1, min(tiles, 2), cuts, fixed + slot)
 
 
 def _with_slots(shape: _Shape, budget: int, stages: int) -> _Shape:
     """The shape with as many slots as the budget and the stages of a team leave room for."""
-    nbytes = shape.teams * (16 * shape.slot_chunks + GATE_BYTES)
+    nbytes = shape.teams * (16 * shape.slot_chunks + SLOT_BYTES)
     more = (budget - shape.shared_bytes) // nbytes
     slots = max(shape.slots, min(shape.slots + more, stages))
     grown = shape.shared_bytes + (slots - shape.slots) * nbytes
@@ -265,7 +282,7 @@ def _spread(shape: _Shape, resident: int, limit: int) -> _Shape:
     Blocks are handed out while the launch ahead still runs: where more of them fit, those that end
     first get too many, and others none.
     """
-    if shape.shared_bytes <= limit // (resident + 2):
+    if shape.shared_bytes <= limit // (3 if resident == 1 else 7):
         return shape  # so small that little is lost, and the next launch finds room
     least = min(limit // (resident + 1) + RESERVED_BYTES, limit)
     return replace(shape, shared_bytes=max(shape.shared_bytes, least))
@@ -375,6 +392,7 @@ def few_plan(
             shape.slots,
             shape.slot_chunks,
             shape.parts,
+            shape.sums,
             *cuts,
         ),
     )

@@ -7,10 +7,11 @@
 // within a slice the products of weights.cuh, step after step, into float32 sums that start at
 // zero; then total = 0 + slice 0 + slice 1 + ... . Activations are rounded to f16.
 //
-// Few blocks per multiprocessor, small enough that some of the next launch fit beside them and copy
-// their first weights early. One warp copies stage after stage into rings of slots (spans.cuh);
-// teams of the other warps take tiles of up to ROWS weight rows in turns, a slice to a warp. x is
-// in shared memory once. One launch may make several matrices that share x, of up to three kinds.
+// Few blocks per multiprocessor. One warp copies stage after stage into rings of slots (spans.cuh),
+// the first ones early; teams of the other warps take tiles of up to ROWS weight rows in turns, a
+// slice to a warp. The warps of a team wait for each other only once in many tiles, when they add
+// up what all of them left. x is in shared memory once. One launch may make several matrices that
+// share x, of up to three kinds. Bound by the instructions of decoding, not by memory.
 #include "activations.cuh"
 #include "mma.cuh"
 #include "overlap.cuh"
@@ -40,6 +41,9 @@ __device__ inline void with_kind(int kind, const Todo &todo) {
         with_kind<Others...>(kind - 1, todo);
 }
 
+template <class... Kinds>
+constexpr int KINDS_OF = sizeof...(Kinds);
+
 struct Matrix {
     const unsigned char *data;
     float *out;
@@ -60,15 +64,15 @@ __device__ inline Plan plan_from(long long slice, long long slices, long long pa
 }
 
 // What the host chose for a launch: warps of a team, slots of its ring and 16 bytes of each, stages
-// of a tile.
+// of a tile, tiles of a team whose sums there is room for.
 struct Layout {
-    int team_warps, slots, slot_chunks, parts;
+    int team_warps, slots, slot_chunks, parts, sums;
 };
 
 __device__ inline Layout layout_from(long long team_warps, long long slots, long long slot_chunks,
-                                     long long parts) {
+                                     long long parts, long long sums) {
     return {static_cast<int>(team_warps), static_cast<int>(slots), static_cast<int>(slot_chunks),
-            static_cast<int>(parts)};
+            static_cast<int>(parts), static_cast<int>(sums)};
 }
 
 // The matrices of a launch.
@@ -111,6 +115,17 @@ struct Work {
         int most = plans[0].slices;
 #pragma unroll
         for (int i = 1; i < KINDS; i++) most = max(most, plans[i].slices);
+        return most;
+    }
+
+    // Spans of a stage, the most of all kinds: 1 << this.
+    __device__ int most_spans_shift() const {
+        int most = 0;
+#pragma unroll
+        for (int i = 0; i < KINDS; i++) {
+            const int spans = plans[i].tile_rows >> plans[i].span_shift;
+            most = max(most, 31 - __clz(spans));
+        }
         return most;
     }
 
@@ -199,15 +214,16 @@ __device__ inline Octet rest_of(const Staged<ALIGN> &row, int octet, const Octet
     return rest;
 }
 
-// Where row `row` of a stage begins its slice `slice` of the stage.
-template <class Kind>
-__device__ inline Staged<Kind::ALIGN> staged_row(const unsigned char *slot, const Cut &cut,
-                                                 const Stage &stage, int row, int slice) {
-    constexpr int align = stage_alignment(Kind::ALIGN, Kind::R::bytes(256));
+// What a ring's slot holds: the kind of its matrix, the stage's place (tile), and where each of its
+// spans begins behind the lines of memory that were copied.
+struct Held {
+    int kind, before[16];
+};
+
+// Where row `row` of a stage begins, but for its span's own beginning.
+__device__ inline int row_place(const Cut &cut, int row) {
     const int span = row >> cut.span_shift;
-    const int offset = before_span(cut, stage, span) + (row - (span << cut.span_shift)) * cut.row +
-                       slice * cut.slice;
-    return {slot + span * cut.chunks * 16, offset / align * align};
+    return span * cut.chunks * 16 + (row - (span << cut.span_shift)) * cut.row;
 }
 
 // The pairs of a block, and where the matrices of their expert begin.
@@ -301,20 +317,28 @@ __device__ inline void store_sums(float *to, const float (&sums)[4], int count) 
     }
 }
 
-// Adds up the slices of a tile, by a team's threads from the one given on.
-template <int ROWS>
-__device__ inline void add_slices(const float *sums, const Team &team, const Matrix &matrix,
-                                  const Columns &columns, int first_row, int tile_rows, int slices,
-                                  float inverse_gain, int first_thread) {
-    const int values = ROWS * columns.count, threads = team.threads();
-    int i = team.thread() - first_thread;
-    for (i += i < 0 ? threads : 0; i < values; i += threads) {
-        const int row = i % ROWS, column = i / ROWS, n = first_row + row;
-        if (row >= tile_rows) continue;
-        const float *part = sums + row * columns.count + column;
+// Adds up the slices of tiles first, first + apart, ..., by a team's threads; their sums lie one
+// after the other.
+template <int ROWS, int MATRICES, class... Kinds>
+__device__ inline void add_slices(const Work<ROWS, MATRICES, Kinds...> &work, const float *sums,
+                                  int set, const Team &team, const Columns &columns, int first,
+                                  int apart, int tiles) {
+    const int values = ROWS * columns.count;
+#pragma unroll 1
+    for (int i = team.thread(); i < tiles * values; i += team.threads()) {
+        const int place = i / values, rest = i - place * values;
+        const int row = rest % ROWS, column = rest / ROWS, tile = first + place * apart;
+        const Matrix matrix = work.matrix_of(tile);
+        const Plan plan = work.plan_of(matrix.kind);
+        const int n = (tile - matrix.first_tile) * plan.tile_rows + row;
+        if (row >= plan.tile_rows || n >= matrix.rows) continue;
+        const float *part = sums + place * set + row * columns.count + column;
         float total = 0.0f;
-#pragma unroll 4
-        for (int slice = 0; slice < slices; slice++) total += part[slice * values];
+#pragma unroll 5
+        for (int slice = 0; slice < plan.slices; slice++) total += part[slice * values];
+        float inverse_gain = 1.0f;  // of a power of two, so that the product is the quotient
+        with_kind<Kinds...>(matrix.kind,
+                            [&](auto as) { inverse_gain = 1.0f / GAIN<decltype(as)::TYPE>; });
         const long long token = columns.first + column;
         matrix.out[token * matrix.rows + n] = total * inverse_gain;
     }
@@ -341,8 +365,8 @@ struct FewBook {
     }
 };
 
-// Shared memory of a block: code book, slots, planes of x, two sets of partial sums of every team
-// (so that one barrier per tile is enough), gates of every slot.
+// Shared memory of a block: code book, slots, planes of x, sets of partial sums of every team,
+// gates of every slot, what it holds.
 template <int ROWS, class... Kinds>
 struct Shared {
     static constexpr int BOOK_TYPE = (0 | ... | (Codec<Kinds::TYPE>::BOOK ? Kinds::TYPE : 0));
@@ -353,6 +377,7 @@ struct Shared {
     float *sums;
     int plane, set;  // 16 bytes of a plane, floats of a set
     unsigned long long *full, *empty;
+    Held *held;
 
     __device__ Shared(uint4 *shared, const Layout &layout, int cols, int columns, int slices,
                       int teams) {
@@ -362,81 +387,113 @@ struct Shared {
         plane = (cols + 31) / 32 * 4 * columns;
         sums = reinterpret_cast<float *>(planes + Planes<Kinds...>::COUNT * plane);
         set = slices * ROWS * columns;
-        full = reinterpret_cast<unsigned long long *>(sums + 2 * teams * set);
+        full = reinterpret_cast<unsigned long long *>(sums + teams * layout.sums * set);
         empty = full + teams * layout.slots;
+        held = reinterpret_cast<Held *>(empty + teams * layout.slots);
     }
 };
+
+// All slices of a stage that are the calling warp's.
+template <int ROWS, class Own, class Places, class Shared, class Book>
+__device__ inline void multiply_stage(const Shared &shared, const Plan &plan, const Cut &cut,
+                                      const Team &team, int cols, int count, const Held &held,
+                                      const unsigned char *slot, int part, float *sums, Book book) {
+    constexpr int own = Places::of(Own::LANE);
+    constexpr int align = stage_alignment(Own::ALIGN, Own::R::bytes(256));
+    const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+    const int begin = part * plan.part_slices, end = min(begin + plan.part_slices, plan.slices);
+#pragma unroll 1
+    for (int slice = begin + team.warp; slice < end; slice += team.warps) {
+        const int first_k = slice * plan.slice, length = min(plan.slice, cols - first_k);
+        Staged<Own::ALIGN> rows[ROWS / 8];
+#pragma unroll
+        for (int half = 0; half < ROWS / 8; half++) {
+            // Rows that the last tile lacks are made of what was there before, and left out.
+            const int row = min(8 * half + g, plan.tile_rows - 1);
+            const int offset = held.before[row >> cut.span_shift] + row_place(cut, row) +
+                               (slice - begin) * cut.slice;
+            rows[half] = {slot, offset / align * align};
+        }
+        float part_sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        const int at = (first_k / 32 * count + min(g, count - 1)) * 4 + t;
+        multiply_slice<ROWS, Own>(part_sums, rows, shared.planes + own * shared.plane + at,
+                                  (Places::REST - own) * shared.plane, (length + 31) / 32, count,
+                                  book);
+        store_sums<ROWS>(sums + slice * ROWS * count, part_sums, count);
+    }
+}
+
+#if !BULK
+// Copies a stage, by all threads of a team, and waits for it.
+template <int ROWS, int MATRICES, class... Kinds>
+__device__ inline void start_team_stage(const Work<ROWS, MATRICES, Kinds...> &work,
+                                        const Team &team, unsigned char *slot, Held &held, int tile,
+                                        int part) {
+    const Matrix matrix = work.matrix_of(tile);
+    const Cut cut = work.cut_of(matrix.kind);
+    const int tile_rows = work.plan_of(matrix.kind).tile_rows;
+    const int row = (tile - matrix.first_tile) * tile_rows;
+    const Stage stage = {matrix.data, matrix.rows, row, min(tile_rows, matrix.rows - row), part};
+    start_stage<ROWS>(slot, cut, stage, team.thread(), team.threads());
+    if (team.thread() < ROWS) held.before[team.thread()] = before_span(cut, stage, team.thread());
+    if (team.thread() == 0) held.kind = matrix.kind;
+    commit_copies();
+    wait_copies<0>();
+    team.wait();
+}
+#endif
 
 // The tiles of one team: multiplies what has come, and writes the results.
 template <class Shared, int ROWS, int MATRICES, class... Kinds>
 __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, const Shared &shared,
                                   const Columns &columns, const Team &team) {
-    using Places = Planes<Kinds...>;
     const Layout &layout = work.layout;
-    const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3, count = columns.count;
     const auto book = Shared::Book::of_lane(shared.book);
-    const int apart = gridDim.y * team.count;
-    int flip = 2 * team.number, adder = 0;
+    const int apart = gridDim.y * team.count, begin = blockIdx.y + gridDim.y * team.number;
+    const int own_tiles = begin < work.tiles ? (work.tiles - begin + apart - 1) / apart : 0;
+    // Where sums fill their room more than once, half of it is added up beside the other half.
+    const int most_tiles = (work.tiles + apart - 1) / apart;
+    const bool is_once = most_tiles <= layout.sums;
+    const int at_once = is_once ? layout.sums : layout.sums / 2;
+    float *const own_sums = shared.sums + team.number * layout.sums * shared.set;
     const int own_slots = team.number * layout.slots;
     Turn turn = {0, 0};
+    int flip = 0;
 #pragma unroll 1
-    for (int tile = blockIdx.y + gridDim.y * team.number; tile < work.tiles; tile += apart) {
-        const Matrix matrix = work.matrix_of(tile);
-        const Plan plan = work.plan_of(matrix.kind);
-        const Cut cut = work.cut_of(matrix.kind);
-        const int first_row = (tile - matrix.first_tile) * plan.tile_rows;
-        const int tile_rows = min(plan.tile_rows, matrix.rows - first_row);
-        float *sums = shared.sums + flip * shared.set;
+    for (int done = 0; done < own_tiles; done += at_once, flip ^= !is_once) {
+        const int tiles = min(at_once, own_tiles - done), first = begin + done * apart;
+        float *const sums = own_sums + flip * at_once * shared.set;
 #pragma unroll 1
-        for (int part = 0; part < layout.parts; part++) {
-            const Stage stage = {matrix.data, matrix.rows, first_row, tile_rows, part};
-            unsigned char *slot = shared.slots + (own_slots + turn.slot) * layout.slot_chunks * 16;
+        for (int i = 0; i < tiles; i++) {
+#pragma unroll 1
+            for (int part = 0; part < layout.parts; part++) {
+                const int own_slot = own_slots + turn.slot;
+                unsigned char *slot = shared.slots + own_slot * layout.slot_chunks * 16;
+                Held &held = shared.held[own_slot];
 #if BULK
-            pass_gate(shared.full + own_slots + turn.slot, turn.parity);
+                pass_gate(shared.full + own_slot, turn.parity);
 #else
-            start_stage<ROWS>(slot, cut, stage, team.thread(), team.threads());
-            commit_copies();
-            wait_copies<0>();
-            team.wait();
+                start_team_stage(work, team, slot, held, first + i * apart, part);
 #endif
-            const int begin = part * plan.part_slices;
-            const int end = min(begin + plan.part_slices, plan.slices);
-            with_kind<Kinds...>(matrix.kind, [&](auto as) {
-                using Own = decltype(as);
-                constexpr int own = Places::of(Own::LANE);
-#pragma unroll 1
-                for (int slice = begin + team.warp; slice < end; slice += team.warps) {
-                    const int first_k = slice * plan.slice;
-                    const int length = min(plan.slice, work.cols - first_k);
-                    Staged<Own::ALIGN> rows[ROWS / 8];
-#pragma unroll
-                    for (int half = 0; half < ROWS / 8; half++)
-                        rows[half] = staged_row<Own>(
-                            slot, cut, stage, min(8 * half + g, stage.rows - 1), slice - begin);
-                    float part_sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                    const int at = (first_k / 32 * count + min(g, count - 1)) * 4 + t;
-                    multiply_slice<ROWS, Own>(
-                        part_sums, rows, shared.planes + own * shared.plane + at,
-                        (Places::REST - own) * shared.plane, (length + 31) / 32, count, book);
-                    store_sums<ROWS>(sums + slice * ROWS * count, part_sums, count);
-                }
-            });
+                const int kind = KINDS_OF<Kinds...> == 1 ? 0 : held.kind;
+                const Plan plan = work.plan_of(kind);
+                const Cut cut = work.cut_of(kind);
+                with_kind<Kinds...>(kind, [&](auto as) {
+                    multiply_stage<ROWS, decltype(as), Planes<Kinds...>>(
+                        shared, plan, cut, team, work.cols, columns.count, held, slot, part,
+                        sums + i * shared.set, book);
+                });
 #if BULK
-            __syncwarp();
-            if ((threadIdx.x & 31) == 0) arrive(shared.empty + own_slots + turn.slot);
-            turn.go_on(layout.slots);
+                __syncwarp();
+                if ((threadIdx.x & 31) == 0) arrive(shared.empty + own_slot);
+                turn.go_on(layout.slots);
 #else
-            team.wait();
+                team.wait();
 #endif
+            }
         }
         team.wait();
-        float inverse_gain = 1.0f;  // of a power of two, so that the product is the quotient
-        with_kind<Kinds...>(matrix.kind,
-                            [&](auto as) { inverse_gain = 1.0f / GAIN<decltype(as)::TYPE>; });
-        add_slices<ROWS>(sums, team, matrix, columns, first_row, tile_rows, plan.slices,
-                         inverse_gain, adder);
-        flip ^= 1;
-        adder = adder + 32 == team.threads() ? 0 : adder + 32;  // each warp in its turn
+        add_slices(work, sums, shared.set, team, columns, first, apart, tiles);
     }
 }
 
@@ -444,13 +501,13 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
 // A span of a stage, where it goes, and how often the slot was used before.
 struct OwnSpan {
     Span span;
-    int slot, uses;
+    int slot, uses, before;
 };
 
 // Span `index` of the stages of all tiles of the block, in order; teams take tiles in turns.
 template <int ROWS, int MATRICES, class... Kinds>
 __device__ inline OwnSpan own_span(const Work<ROWS, MATRICES, Kinds...> &work, const Team &team,
-                                   int stage_number, int index, int &chunks) {
+                                   int stage_number, int index, int2 &place) {
     const Layout &layout = work.layout;
     const int own_tile = stage_number / layout.parts;
     const int part = stage_number - own_tile * layout.parts;
@@ -462,8 +519,9 @@ __device__ inline OwnSpan own_span(const Work<ROWS, MATRICES, Kinds...> &work, c
     const int tile_rows = work.plan_of(matrix.kind).tile_rows;
     const int row = (tile - matrix.first_tile) * tile_rows;
     const Stage stage = {matrix.data, matrix.rows, row, min(tile_rows, matrix.rows - row), part};
-    chunks = cut.chunks;
-    return {span_of(cut, stage, index), number * layout.slots + turn - uses * layout.slots, uses};
+    place = {matrix.kind, cut.chunks};
+    return {span_of(cut, stage, index), number * layout.slots + turn - uses * layout.slots, uses,
+            before_span(cut, stage, index)};
 }
 
 // The stages of all tiles of the block, one after the other, each into its team's ring; by one
@@ -473,40 +531,44 @@ __device__ inline OwnSpan own_span(const Work<ROWS, MATRICES, Kinds...> &work, c
 template <class Shared, int ROWS, int MATRICES, class... Kinds>
 __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, const Shared &shared,
                                    const Team &team) {
-    constexpr int AT_ONCE = 32 / ROWS;
     const Layout &layout = work.layout;
-    const int lane = threadIdx.x & 31, own = lane / ROWS, index = lane % ROWS;
-    if (lane == 0) {
-        for (int i = 0; i < team.count * layout.slots; i++) {
-            open_gate(shared.full + i, ROWS);
-            open_gate(shared.empty + i, team.warps);
-        }
-        publish_gates();
+    const int span_shift = work.most_spans_shift(), at_once = 32 >> span_shift;
+    const int lane = threadIdx.x & 31, own = lane >> span_shift;
+    const int index = lane - (own << span_shift);
+    for (int i = lane; i < team.count * layout.slots; i += 32) {
+        open_gate(shared.full + i, 1 << span_shift);
+        open_gate(shared.empty + i, team.warps);
     }
-    __syncwarp();  // every lane uses the gates
+    publish_gates();
+    __syncwarp();
     const int own_tiles = (work.tiles - static_cast<int>(blockIdx.y) + gridDim.y - 1) / gridDim.y;
     const int stages = own_tiles * layout.parts;
     bool is_first = true;
 #pragma unroll 1
-    for (int base = 0; base < stages; base += AT_ONCE) {
-        int chunks;
-        const OwnSpan place = own_span(work, team, min(base + own, stages - 1), index, chunks);
+    for (int base = 0; base < stages; base += at_once) {
+        int2 kind_and_chunks;
+        const OwnSpan place =
+            own_span(work, team, min(base + own, stages - 1), index, kind_and_chunks);
 #pragma unroll 1
-        for (int i = 0; i < min(AT_ONCE, stages - base); i++) {
-            const int slot = __shfl_sync(ALL_LANES, place.slot, i * ROWS);
-            const int uses = __shfl_sync(ALL_LANES, place.uses, i * ROWS);
+        for (int i = 0; i < min(at_once, stages - base); i++) {
+            const int slot = __shfl_sync(ALL_LANES, place.slot, i << span_shift);
+            const int uses = __shfl_sync(ALL_LANES, place.uses, i << span_shift);
             if (uses > 0 && is_first) {
                 is_first = false;
-                block_barrier();
+                __syncthreads();
             }
             if (uses > 0) pass_gate(shared.empty + slot, uses + 1 & 1);
-            if (own == i)
-                start_span(shared.slots + (slot * layout.slot_chunks + index * chunks) * 16,
-                           place.span, shared.full + slot);
+            if (own == i) {
+                shared.held[slot].before[index] = place.before;
+                if (index == 0) shared.held[slot].kind = kind_and_chunks.x;
+                start_span(
+                    shared.slots + (slot * layout.slot_chunks + index * kind_and_chunks.y) * 16,
+                    place.span, shared.full + slot);
+            }
             __syncwarp();
         }
     }
-    if (is_first) block_barrier();
+    if (is_first) __syncthreads();
     let_next_start();
 }
 #endif
@@ -522,15 +584,15 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
 #if BULK
         copy_stages(work, shared, team);
 #else
-        block_barrier();
+        __syncthreads();
         let_next_start();
 #endif
         return;
     }
-    Shared<ROWS, Kinds...>::Book::load(shared.book, 32 * warps);
+    if (!columns.source) Shared<ROWS, Kinds...>::Book::load(shared.book, 32 * warps);
     wait_for_launches_ahead();  // weights may come earlier: no launch writes them
     load_activations<Kinds...>(shared.planes, x, work.cols, columns, gate, warps);
-    block_barrier();
+    __syncthreads();
     make_tiles(work, shared, columns, team);
 }
 
@@ -540,14 +602,14 @@ template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void __maxnreg__(MOST_REGISTERS)
     matmul_few(const float *x, const unsigned char *data, float *out, long long, long long tokens,
                long long rows, long long cols, long long columns, long long team_warps,
-               long long slots, long long slot_chunks, long long parts, long long slice,
-               long long slices, long long part_slices, long long tile_rows, long long span_shift,
-               long long chunks) {
+               long long slots, long long slot_chunks, long long parts, long long sums,
+               long long slice, long long slices, long long part_slices, long long tile_rows,
+               long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
     work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     const int first = static_cast<int>(columns) * blockIdx.x;
@@ -561,13 +623,13 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     gated_few(const float *x, const float *up, const unsigned char *data, float *out, long long,
               long long tokens, long long rows, long long cols, long long divisor,
               long long columns, long long team_warps, long long slots, long long slot_chunks,
-              long long parts, long long slice, long long slices, long long part_slices,
-              long long tile_rows, long long span_shift, long long chunks) {
+              long long parts, long long sums, long long slice, long long slices,
+              long long part_slices, long long tile_rows, long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
     work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     const Gated gate = {up == x ? nullptr : up, static_cast<float>(divisor)};
@@ -584,8 +646,8 @@ __global__ void __maxnreg__(MOST_REGISTERS)
                     const float *logits, int *ids, float *weights, int *expert_start, int *row_of,
                     int *pair_of, long long, long long tokens, long long rows, long long cols,
                     long long num_experts, long long top_k, long long columns, long long team_warps,
-                    long long slots, long long slot_chunks, long long parts, long long slice,
-                    long long slices, long long part_slices, long long tile_rows,
+                    long long slots, long long slot_chunks, long long parts, long long sums,
+                    long long slice, long long slices, long long part_slices, long long tile_rows,
                     long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
     if (blockIdx.x + 1 == gridDim.x) {
@@ -599,7 +661,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
     work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     const int first = static_cast<int>(columns) * blockIdx.x;
@@ -618,12 +680,12 @@ __global__ void __maxnreg__(MOST_REGISTERS)
                    long long rows2, long long kind2, long long rows3, long long kind3,
                    long long rows4, long long kind4, long long rows5, long long kind5,
                    long long columns, long long team_warps, long long slots, long long slot_chunks,
-                   long long parts, long long slice0, long long slices0, long long part_slices0,
-                   long long tile_rows0, long long span_shift0, long long chunks0, long long slice1,
-                   long long slices1, long long part_slices1, long long tile_rows1,
-                   long long span_shift1, long long chunks1, long long slice2, long long slices2,
-                   long long part_slices2, long long tile_rows2, long long span_shift2,
-                   long long chunks2) {
+                   long long parts, long long sums, long long slice0, long long slices0,
+                   long long part_slices0, long long tile_rows0, long long span_shift0,
+                   long long chunks0, long long slice1, long long slices1, long long part_slices1,
+                   long long tile_rows1, long long span_shift1, long long chunks1, long long slice2,
+                   long long slices2, long long part_slices2, long long tile_rows2,
+                   long long span_shift2, long long chunks2) {
     extern __shared__ uint4 shared[];
     Work<ROWS, MATRICES, Kinds...> work;
     const auto set = [&](int i, const unsigned char *data, float *out, long long rows,
@@ -642,7 +704,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
         work.plans[1] = plan_from(slice1, slices1, part_slices1, tile_rows1, span_shift1, chunks1);
     if constexpr (sizeof...(Kinds) > 2)
         work.plans[2] = plan_from(slice2, slices2, part_slices2, tile_rows2, span_shift2, chunks2);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     const int first = static_cast<int>(columns) * blockIdx.x;
@@ -658,11 +720,14 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     grouped_few(const float *x, const long long *blobs, const int *row_of, const int *expert_start,
                 float *out, long long, long long rows, long long cols, long long offset_bytes,
                 long long experts, long long columns, long long team_warps, long long slots,
-                long long slot_chunks, long long parts, long long slice, long long slices,
-                long long part_slices, long long tile_rows, long long span_shift,
+                long long slot_chunks, long long parts, long long sums, long long slice,
+                long long slices, long long part_slices, long long tile_rows, long long span_shift,
                 long long chunks) {
     extern __shared__ uint4 shared[];
     __shared__ Found found;
+    if (threadIdx.x + 32 < blockDim.x)
+        Shared<ROWS, Kind<TYPE, LANE, ALIGN>>::Book::load(reinterpret_cast<unsigned *>(shared),
+                                                          blockDim.x - 32);
     if (!find_pairs(found, row_of, expert_start, static_cast<int>(experts),
                     static_cast<int>(columns), blobs, blobs))
         return;
@@ -670,7 +735,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.matrices[0] = {reinterpret_cast<const unsigned char *>(found.blobs[0]) + offset_bytes, out,
                         static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     few(work, {found.source, found.first, found.count}, x, Plain(), shared);
@@ -683,10 +748,13 @@ __global__ void __maxnreg__(MOST_REGISTERS)
                       const int *expert_start, float *out, long long, long long rows,
                       long long cols, long long offset_bytes, long long experts, long long columns,
                       long long team_warps, long long slots, long long slot_chunks, long long parts,
-                      long long slice, long long slices, long long part_slices, long long tile_rows,
-                      long long span_shift, long long chunks) {
+                      long long sums, long long slice, long long slices, long long part_slices,
+                      long long tile_rows, long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
     __shared__ Found found;
+    if (threadIdx.x + 32 < blockDim.x)
+        Shared<ROWS, Kind<TYPE, LANE, ALIGN>>::Book::load(reinterpret_cast<unsigned *>(shared),
+                                                          blockDim.x - 32);
     if (!find_pairs(found, row_of, expert_start, static_cast<int>(experts),
                     static_cast<int>(columns), blobs, blobs))
         return;
@@ -694,7 +762,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.matrices[0] = {reinterpret_cast<const unsigned char *>(found.blobs[0]) + offset_bytes, out,
                         static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     few(work, {found.source, found.first, found.count}, x, Gated{up, 1.0f}, shared);
@@ -708,11 +776,14 @@ __global__ void __maxnreg__(MOST_REGISTERS)
                  const int *row_of, const int *expert_start, float *out0, float *out1, long long,
                  long long rows, long long cols, long long offset0, long long offset1,
                  long long experts, long long columns, long long team_warps, long long slots,
-                 long long slot_chunks, long long parts, long long slice, long long slices,
-                 long long part_slices, long long tile_rows, long long span_shift,
+                 long long slot_chunks, long long parts, long long sums, long long slice,
+                 long long slices, long long part_slices, long long tile_rows, long long span_shift,
                  long long chunks) {
     extern __shared__ uint4 shared[];
     __shared__ Found found;
+    if (threadIdx.x + 32 < blockDim.x)
+        Shared<ROWS, Kind<TYPE, LANE, ALIGN>>::Book::load(reinterpret_cast<unsigned *>(shared),
+                                                          blockDim.x - 32);
     if (!find_pairs(found, row_of, expert_start, static_cast<int>(experts),
                     static_cast<int>(columns), blobs0, blobs1))
         return;
@@ -722,7 +793,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.matrices[1] = {reinterpret_cast<const unsigned char *>(found.blobs[1]) + offset1, out1,
                         static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts);
+    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     few(work, {found.source, found.first, found.count}, x, Plain(), shared);
