@@ -236,6 +236,36 @@ def test_a_fetch_takes_over_where_it_ends_what_comes_ahead(lab: Lab, spans: int)
     assert int(lab.get(scene.ahead.state)[1]) == spans
 
 
+@pytest.mark.parametrize("delay", range(6))
+def test_what_comes_on_another_stream_may_end_at_any_moment(lab: Lab, delay: int) -> None:
+    """Whatever has come by then: every expert that is wanted is whole, wherever it is."""
+    scene = Scene(lab, 700_002, np.zeros(7, np.bool_), num_slots=7)
+    side, logits = lab.device.stream("side"), lab.put(np.arange(7, dtype=np.float32)[None])
+    zeros, addresses = lab.put(np.zeros(7, np.float32)), lab.put(scene.addresses)
+    pairs_of = np.array([1, 1, 0, 1, 1, 0, 2], np.int32)
+    starts = lab.put(np.concatenate([[0], np.cumsum(pairs_of)]).astype(np.int32))
+    staged, other = lab.empty((7,), np.int64), lab.empty((4 << delay, 1 << 16), np.uint8)
+    for _ in range(3):
+        for tensor in (scene.ahead.state, scene.ahead.slots, scene.slots):
+            lab.stream.fill(tensor, 0)
+        lab.stream.fork(side)
+        bring_ahead(side, logits, zeros, addresses, scene.cached, scene.ahead, scene.blob_bytes)
+        for row in range(other.shape[0] if delay else 0):
+            lab.stream.fill(other.rows(row, row + 1), 1)
+        operands = (addresses, starts, scene.cached, scene.slots, staged, scene.blob_bytes)
+        fetch_blobs(lab.stream, *operands, scene.ahead)
+        found = lab.get(staged)
+        for expert in np.flatnonzero(pairs_of):
+            at = found[expert] - scene.slots.address
+            slots = scene.slots if 0 <= at < scene.slots.nbytes else scene.ahead.slots
+            at = found[expert] - slots.address
+            memory = lab.get(slots).reshape(-1)
+            assert (memory[at : at + scene.blob_bytes] == scene.blobs[expert]).all()
+        lab.stream.join(side)
+    lab.stream.synchronize()
+    side.close()
+
+
 def test_slots_for_what_comes_ahead_are_checked_too(lab: Lab) -> None:
     scene = Scene(lab, 500, np.zeros(3, np.bool_), num_slots=2)
     for shape in ((2, fetch_stride(500) - LINE_BYTES), (MOST_AHEAD + 1, fetch_stride(500))):
