@@ -11,14 +11,17 @@ import pytest
 from click.testing import CliRunner
 
 from strata_cli.decisions import questions
+from strata_cli.decisions.decider import Decider
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.models import DEMO_MODEL_PATH
 from tools.decision_quality.__main__ import main
 from tools.decision_quality.asking import Labelled, side_by_side
+from tools.decision_quality.priors import Read, Way, l0, prior_table, read_questions
 from tools.decision_quality.reading import lines, read_all
-from tools.decision_quality.table import MARKS, fits_of
+from tools.decision_quality.table import fits_of
 
 OPTIONS = ["fonts", "games", "mail"]
+MARKS = ("<!-- table: quality -->", "<!-- end -->")
 
 
 def lines_of(task: str, count: int, seed: int, question: str = "q") -> list[dict[str, Any]]:
@@ -82,6 +85,24 @@ def test_questions_are_fitted_by_themselves_where_the_task_has_them() -> None:
     for line in both:
         line["task"] = "kind_yes_no"
     assert len(fits_of("kind_yes_no", both)) == 2
+
+
+def test_the_usual_prior_is_that_of_l0(engine: Engine) -> None:
+    asked = questions.choice("Which section is it?", OPTIONS)
+    states = [Labelled(asked, text, 1) for text in ("A chess game.", "A mail tool.")]
+    (read,) = read_questions(engine, states)
+    with Decider(engine) as decider:
+        for one, answer in zip(states, l0(read, Way(3)), strict=True):
+            (decision,) = decider.decide(one.state, [asked]).decisions
+            assert answer.tolist() == list(decision.probabilities.values())
+
+
+def test_a_prior_that_says_nothing_changes_nothing() -> None:
+    spec, even = questions.yes_no("any").spec, np.full((2, 2), 0.5)
+    table = np.array([[0.9, 0.1], [0.3, 0.7]])
+    read = Read(spec, [[0, 1], [1, 0]], [even] * 16, [table], [0])
+    assert [one.tolist() for one in l0(read, Way(16))] == [one.tolist() for one in l0(read, Way(0))]
+    assert prior_table({"section10": [read]}).count("1.000 / 0.197") == 4
 
 
 def test_groups_have_one_question() -> None:

@@ -66,7 +66,7 @@ class Reader:
                     "question": question.key,
                     "raw": kept.raw.tolist(),
                     "l0": kept.l0.tolist(),
-                    "plain": (plain / plain.sum()).tolist(),
+                    "plain": np.round(plain / plain.sum(), 12).tolist(),
                     "right": kept.right,
                     "flips": kept.flips,
                 }

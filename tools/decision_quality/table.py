@@ -15,7 +15,7 @@ from strata_cli.decisions.measures import Judged, calibration_error, judge
 from tools.decision_quality.asking import TASKS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "decisions.md"
-MARKS = ("<!-- table: quality -->", "<!-- end -->")
+END_MARK = "<!-- end -->"
 LEVELS = ("raw", "L0", "L1")
 NUM_DRAWS = 200
 ANY_QUESTION = questions.yes_no("any")  # a fit is told what it is about, and does not look
@@ -52,9 +52,14 @@ def write_table(samples: Iterable[Line], page: Path) -> None:
     if not fits:
         raise click.ClickException(f"no task has {LEAST_STATES} states: read more")
     rows.append(_row("all of these together", fits, lines))
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    pattern = re.compile(f"{MARKS[0]}.*?{MARKS[1]}", re.DOTALL)
-    block = f"{MARKS[0]}\n{table}\n{MARKS[1]}"
+    put(page, "quality", "\n".join(f"| {' | '.join(row)} |" for row in rows))
+
+
+def put(page: Path, name: str, table: str) -> None:
+    """Write a table between its marks in a page."""
+    mark = f"<!-- table: {name} -->"
+    pattern = re.compile(f"{mark}.*?{END_MARK}", re.DOTALL)
+    block = f"{mark}\n{table}\n{END_MARK}"
     page.write_text(pattern.sub(lambda _: block, page.read_text("utf-8")), "utf-8")
 
 
