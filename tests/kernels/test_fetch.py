@@ -63,21 +63,26 @@ class Scene:
         )
 
     def bring(
-        self, logits: NDArray[np.float32], errors: NDArray[np.float32] | None = None
+        self,
+        logits: NDArray[np.float32],
+        errors: NDArray[np.float32] | None = None,
+        num_likely: int = 1 << 20,
     ) -> list[int]:
         """Bring what a router of these logits [T, E] might choose; returns what should come.
 
         Args:
             logits: see above.
             errors: what is added to them, [E]; None: nothing.
+            num_likely: as of bring_ahead().
         """
         may_come = (self.addresses != 0) & ~self.is_cached
         if errors is None:
             errors = np.zeros(logits.shape[1], np.float32)
         tables = self.lab.put(errors), self.lab.put(self.addresses)
-        operands = (self.lab.put(logits), *tables, self.cached, self.ahead, self.blob_bytes)
-        bring_ahead(self.lab.stream, *operands)
-        chosen = BRING_AHEAD.reference(logits, errors, may_come, self.ahead.slots.shape[0])
+        operands = (self.lab.put(logits), *tables, self.cached, self.ahead)
+        bring_ahead(self.lab.stream, *operands, num_likely, self.blob_bytes)
+        most = self.ahead.slots.shape[0]
+        chosen = BRING_AHEAD.reference(logits, errors, may_come, num_likely, most)
         return [int(expert) for expert in chosen]
 
     def fetch(
@@ -187,6 +192,14 @@ def test_errors_are_added_to_what_is_foreseen(lab: Lab) -> None:
     scene.fetch(np.ones(5, np.int32), come)
 
 
+@pytest.mark.parametrize("num_likely", range(6))
+def test_only_likely_experts_come(lab: Lab, num_likely: int) -> None:
+    scene = Scene(lab, 500, np.array([False, True, True, False, False]), num_slots=5)
+    come = scene.bring(np.array([[1, 9, 8, 7, 0]], np.float32), num_likely=num_likely)
+    assert come == [3, 0, 4][: max(num_likely - 2, 0)]
+    scene.fetch(np.ones(5, np.int32), come)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_errors_follow_what_is_foreseen_wrongly(lab: Lab, num_tokens: int) -> None:
     rng = np.random.default_rng(4)
@@ -249,7 +262,7 @@ def test_what_comes_on_another_stream_may_end_at_any_moment(lab: Lab, delay: int
         for tensor in (scene.ahead.state, scene.ahead.slots, scene.slots):
             lab.stream.fill(tensor, 0)
         lab.stream.fork(side)
-        bring_ahead(side, logits, zeros, addresses, scene.cached, scene.ahead, scene.blob_bytes)
+        bring_ahead(side, logits, zeros, addresses, scene.cached, scene.ahead, 7, scene.blob_bytes)
         for row in range(other.shape[0] if delay else 0):
             lab.stream.fill(other.rows(row, row + 1), 1)
         operands = (addresses, starts, scene.cached, scene.slots, staged, scene.blob_bytes)

@@ -32,6 +32,7 @@ from strata_cli.engine.kernels.splitting import SlotRange
 from strata_cli.errors import DeviceError
 
 FETCH_TOKENS = 4  # of a pass, whose experts all find a slot
+LIKELY = 2  # as many experts as tokens choose; nine of ten of those chosen are among them
 TURNS = 2  # a layer's slots are read while the next one's are filled
 
 
@@ -41,10 +42,12 @@ class FetchSizes(NamedTuple):
     Attributes:
         num_slots: for what a layer misses, 1..MOST_FETCHED; 0: there is no Fetcher.
         num_ahead: for what the next layer will probably miss, 0..MOST_AHEAD.
+        top_k: experts of a token and layer; of use where there are such slots.
     """
 
     num_slots: int
     num_ahead: int = 0
+    top_k: int = 0
 
     def nbytes(self, blob_bytes: int, num_pairs: int) -> int:
         """Device memory of the Fetcher, at most, for so many (layer, expert) pairs."""
@@ -183,6 +186,7 @@ class Fetcher:
         self._layouts = layouts
         self._addresses = addresses
         self._cached = cached
+        self._top_k = sizes.top_k
         num_experts, stride = addresses.shape[1], fetch_stride(slot_bytes(layouts))
         with ExitStack() as resources:
             memory = resources.enter_context(device.allocate(sizes.num_slots * stride + TAIL_BYTES))
@@ -263,6 +267,7 @@ class Fetcher:
             self._addresses_of(layer),
             self._cached,
             foresight.ahead(layer),
+            LIKELY * num_tokens * self._top_k,
             self._layouts[layer].nbytes,
         )
 

@@ -90,7 +90,7 @@ def load_weights(
         if store is not None:
             undo.callback(store.close)
             experts = blob_experts(store.layouts, store.cache.device_addresses)
-            fetcher = _open_fetcher(device, stream, plan, store)
+            fetcher = _open_fetcher(device, stream, plan, store, model.spec.num_experts_per_tok)
             if fetcher is not None:
                 undo.callback(fetcher.close)
         stores = _open_stores(device, plan.outline.needs, undo)
@@ -155,11 +155,13 @@ def _open_experts(
     return ExpertStore.open(model, device, stream, options, ranking=ranking, progress=bar.reach)
 
 
-def _open_fetcher(device: Device, stream: Stream, plan: Plan, store: ExpertStore) -> Fetcher | None:
+def _open_fetcher(
+    device: Device, stream: Stream, plan: Plan, store: ExpertStore, top_k: int
+) -> Fetcher | None:
     if plan.cache is None or not plan.cache.fetching.num_slots:
         return None
     cache = store.cache
-    addresses, sizes = cache.device_addresses, plan.cache.fetching
+    addresses, sizes = cache.device_addresses, plan.cache.fetching._replace(top_k=top_k)
     return Fetcher(device, stream, store.layouts, addresses, cache.slot_range, sizes)
 
 

@@ -157,27 +157,30 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // keys [E]: what orders experts by how likely they are: by the largest logit of any token, with
-// what routing was found to add to it; LEAST: may not come.
-__device__ inline void rate_experts(int *keys, const float *logits, const float *errors,
-                                    const long long *addresses, long long first_cached,
-                                    long long end_cached, long long tokens, long long experts) {
+// what routing was found to add to it. sources [E]: their addresses; 0: in the cache, or nowhere.
+__device__ inline void rate_experts(int *keys, long long *sources, const float *logits,
+                                    const float *errors, const long long *addresses,
+                                    long long first_cached, long long end_cached, long long tokens,
+                                    long long experts) {
     for (long long e = threadIdx.x; e < experts; e += blockDim.x) {
         const long long address = addresses[e];
-        const bool is_cached = address >= first_cached && address < end_cached;
         float largest = lowest();
         for (long long token = 0; token < tokens; token++)
             largest = fmaxf(largest, logits[token * experts + e]);
-        keys[e] = address && !is_cached ? max(order_of(largest + errors[e]), LEAST + 1) : LEAST;
+        keys[e] = max(order_of(largest + errors[e]), LEAST + 1);
+        sources[e] = address >= first_cached && address < end_cached ? 0 : address;
     }
     __syncthreads();
 }
 
-// The likeliest, as many as there are slots, by one warp; uses the keys up.
-__device__ inline void list_ahead(Ahead &own, Blobs &blobs, int *keys, const long long *addresses,
-                                  long long experts, long long num_slots) {
+// Those of the likeliest that have a source, as many as there are slots, by one warp; uses the keys
+// up.
+__device__ inline void list_ahead(Ahead &own, Blobs &blobs, int *keys, const long long *sources,
+                                  long long experts, long long num_likely, long long num_slots) {
     if (threadIdx.x < 32) {
         int count = 0;
-        while (count < num_slots) {
+        for (long long looked = 0; looked < min(num_likely, experts) && count < num_slots;
+             looked++) {
             int best = LEAST, id = 0;
             for (int e = threadIdx.x; e < experts; e += 32)
                 if (keys[e] > best) {
@@ -185,15 +188,15 @@ __device__ inline void list_ahead(Ahead &own, Blobs &blobs, int *keys, const lon
                     id = e;
                 }
             const int key = max_of_warp(best);
-            if (key == LEAST) break;
             id = -max_of_warp(best == key ? -id : LEAST);
+            __syncwarp();
             if (threadIdx.x == id % 32) keys[id] = LEAST;
+            if (!sources[id]) continue;
             if (threadIdx.x == 0) {
                 own.experts[count] = id;
-                blobs.source[count] = addresses[id];
+                blobs.source[count] = sources[id];
             }
             count++;
-            __syncwarp();
         }
         if (threadIdx.x == 0) own.count = count;
     }
@@ -201,19 +204,21 @@ __device__ inline void list_ahead(Ahead &own, Blobs &blobs, int *keys, const lon
 }
 
 // bring_ahead: blobs of a layer that is not routed yet, the likeliest first, until it is
-//   logits [T,E] f32, errors [E] f32, addresses [E] -> slots [S, stride], ahead; shared 4 * E bytes
-//   Reads S blobs at most. The link is the limit; few warps keep it busy, and what is under way
-//   when it is ended is what they hold.
+//   logits [T,E] f32, errors [E] f32, addresses [E] -> slots [S, stride], ahead; shared 12 * E
+//   bytes Reads S blobs at most. The link is the limit; few warps keep it busy, and what is under
+//   way when it is ended is what they hold.
 extern "C" __global__ void bring_ahead(const float *logits, const float *errors,
                                        const long long *addresses, long long first_cached,
                                        long long end_cached, unsigned char *slots, Ahead *ahead,
-                                       long long bytes, long long tokens, long long experts,
-                                       long long num_slots, long long stride) {
-    extern __shared__ int keys[];
+                                       long long num_likely, long long bytes, long long tokens,
+                                       long long experts, long long num_slots, long long stride) {
+    extern __shared__ long long sources[];
     __shared__ Blobs blobs;
     __shared__ Ahead own;
-    rate_experts(keys, logits, errors, addresses, first_cached, end_cached, tokens, experts);
-    list_ahead(own, blobs, keys, addresses, experts, num_slots);
+    int *keys = reinterpret_cast<int *>(sources + experts);
+    rate_experts(keys, sources, logits, errors, addresses, first_cached, end_cached, tokens,
+                 experts);
+    list_ahead(own, blobs, keys, sources, experts, num_likely, num_slots);
     // Every block writes the same, so that it is there before the first span is claimed.
     if (threadIdx.x < own.count) ahead->experts[threadIdx.x] = own.experts[threadIdx.x];
     if (threadIdx.x == 0) ahead->count = own.count;

@@ -110,6 +110,7 @@ def bring_ahead(
     addresses: Tensor,
     cached: SlotRange,
     ahead: Ahead,
+    num_likely: int,
     blob_bytes: int,
 ) -> None:
     """Copy blobs of experts that a router will probably choose, and lie outside the cache.
@@ -125,6 +126,8 @@ def bring_ahead(
         addresses: of each expert's blob, int64 [E]; 0: it is nowhere that can be read.
         cached: what lies there is in the device's memory already.
         ahead: overwritten.
+        num_likely: how many experts of the largest logits are likely, those in the cache included:
+            no others come.
         blob_bytes: of each expert.
 
     Raises:
@@ -141,11 +144,11 @@ def bring_ahead(
         items=1,
         grid=(BRING_BLOCKS, 1, 1),
         block=(BRING_THREADS, 1, 1),
-        shared_bytes=max(4 * num_experts, BRING_SHARED_BYTES),
+        shared_bytes=max(12 * num_experts, BRING_SHARED_BYTES),
         extents=(num_tokens, num_experts, num_slots, stride),
     )
-    operands = (logits, errors, addresses, *cached, ahead.slots, ahead.state, blob_bytes)
-    stream.launch(BRING_AHEAD, launch, *operands)
+    tables = (logits, errors, addresses, *cached, ahead.slots, ahead.state)
+    stream.launch(BRING_AHEAD, launch, *tables, num_likely, blob_bytes)
 
 
 def learn_errors(
@@ -262,12 +265,14 @@ def _bring_ahead(
     end_cached: int,
     slots: NDArray[np.uint8],
     state: NDArray[np.int32],
+    num_likely: int,
     blob_bytes: int,
 ) -> None:
     if begin == end:
         return
     is_cached = (addresses >= first_cached) & (addresses < end_cached)
-    chosen = _bring_reference(logits, errors, (addresses != 0) & ~is_cached, len(slots))
+    may_come = (addresses != 0) & ~is_cached
+    chosen = _bring_reference(logits, errors, may_come, num_likely, len(slots))
     state[_EXPERTS : _EXPERTS + len(chosen)] = chosen
     state[_COUNT] = len(chosen)
     for slot, expert in enumerate(chosen.tolist()):
@@ -282,11 +287,12 @@ def _bring_reference(
     logits: NDArray[np.float32],
     errors: NDArray[np.float32],
     may_come: NDArray[np.bool_],
+    num_likely: int,
     num_slots: int,
 ) -> NDArray[np.int64]:
     """Experts in the order in which they come, at most [num_slots]."""
     largest = np.where(np.isnan(logits), -np.inf, logits).max(axis=0) + errors
-    order = np.argsort(-largest, kind="stable")
+    order = np.argsort(-largest, kind="stable")[:num_likely]
     return order[may_come[order]][:num_slots]
 
 
