@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from strata_cli.server.tools import CLOSE, OPEN, Tool, ToolUse
+from strata_cli.server.tools import CLOSE, OPEN, Tool, ToolUse, json_value
 
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -90,7 +90,7 @@ class CallReader:
 
 def _json_call(body: str) -> ToolCall | None:
     try:
-        value = json.loads(body)
+        value = json_value(body)
     except ValueError:
         return None
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
@@ -119,6 +119,6 @@ def _value(text: str, schema: object) -> object:
     if kind == "string":
         return text
     try:
-        return json.loads(text)
+        return json_value(text)
     except ValueError:
         return text

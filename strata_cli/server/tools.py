@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from strata_cli.server.failures import bad_request
 from strata_cli.server.formats import check_size, json_grammar, lark_grammar, with_spaces
 from strata_cli.server.schemas import Json
@@ -196,6 +198,18 @@ def _part_rules(tools: Sequence[Tool]) -> Iterator[str]:
     yield 'value[suffix="\\n</parameter>\\n"]: /(?s:.*)/'
 
 
+def json_value(text: str) -> Any:
+    """What a text of JSON says, in values that JSON can hold.
+
+    Raises:
+        ValueError: it is none, has a number beyond all bounds, or is nested too deeply.
+    """
+    try:
+        return msgspec.json.decode(text.encode("utf-8", "surrogatepass"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def _with_objects(message: Json) -> Json:
     """With the arguments of its calls as objects, which templates go through."""
     calls = message.get("tool_calls")
@@ -209,7 +223,7 @@ def _with_object(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json_value(function["arguments"])
     except ValueError:
         return call
     return {**call, "function": {**function, "arguments": arguments}}

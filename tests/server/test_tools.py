@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,10 +96,20 @@ def test_calls_of_both_forms_are_taken_out() -> None:
         '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>\n{"name": "weather", "arguments"',
         "ends with <tool",
+        JSON_CALL.replace('"Oslo"', "NaN"),
+        JSON_CALL.replace('"Oslo"', "1e999"),
+        JSON_CALL.replace("Oslo", "\\ud800"),
+        JSON_CALL.replace('"Oslo"', "[" * 9000 + "]" * 9000),
     ],
 )
 def test_what_is_no_call_stays_text(text: str) -> None:
     assert read(text) == (text, [])
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', "[" * 9000])
+def test_arguments_in_parts_are_json_whatever_the_model_wrote(value: str) -> None:
+    (call,) = read(PART_CALL.replace("\n3\n", f"\n{value}\n"))[1]
+    assert orjson.loads(call.arguments) == {"city": "Oslo", "days": value}
 
 
 def test_without_tools_nothing_is_taken_out() -> None:
@@ -150,6 +161,9 @@ def test_earlier_calls_and_results_become_what_the_template_takes() -> None:
     call, result = told([CALLED, RESULT], BOTH, LISTS)
     assert call["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
     assert result == RESULT
+    deep = {"function": {"name": "weather", "arguments": "[" * 9000}}
+    (call,) = told([{"role": "assistant", "content": "", "tool_calls": [deep]}], BOTH, LISTS)
+    assert call["tool_calls"] == [deep]
 
 
 def test_templates_say_how_calls_are_written() -> None:
