@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ import orjson
 import pytest
 
 from strata_cli.errors import OutOfMemory
-from strata_cli.server import deciders, decision_backend
+from strata_cli.server import anyjev_decide, deciders, decision_backend
 from strata_cli.server.access import AccessRules
 from strata_cli.server.decision_forms import distance_confidence, peak_confidence
 from strata_cli.server.protocol import Score, Scores, Timings
@@ -115,6 +116,13 @@ def test_system_one_refuses_what_is_no_plain_json(data: bytes, word: str) -> Non
     app = new_app(FakeEngine())
     answer = asyncio.run(call(app, "POST", "/v1/systemone", data, headers=JSON))
     assert (answer.status, answer.json["detail"][0]["type"]) == (422, word)
+
+
+@pytest.mark.parametrize(("values", "margin"), [((0.25, 0.5), math.log(2)), ((1.0, 0.0), None)])
+def test_a_margin_without_end_is_null(values: tuple[float, ...], margin: float | None) -> None:
+    found = anyjev_decide._margin(values)
+    assert found == (None if margin is None else pytest.approx(margin))
+    assert msgspec.json.decode(msgspec.json.encode({"margin": found})) == {"margin": found}
 
 
 def test_images_are_refused() -> None:
