@@ -33,11 +33,13 @@ class CacheShape(NamedTuple):
         slot_bytes: of a slot for any of them.
         num_pairs: (layer, expert) pairs.
         arena_bytes: of all in host memory.
+        num_layers: that these pairs are of.
     """
 
     slot_bytes: int
     num_pairs: int
     arena_bytes: int
+    num_layers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ class CachePlan(NamedTuple):
         slot_bytes, num_pairs = self.shape.slot_bytes, self.shape.num_pairs
         tables = (ADDRESS_BYTES + RANK_BYTES) * num_pairs
         cache = cache_bytes(self.num_slots, slot_bytes, num_pairs)
-        fetched = self.fetching.nbytes(slot_bytes, num_pairs)
+        fetched = self.fetching.nbytes(slot_bytes, self.shape.num_layers, num_pairs)
         return cache + self.ring_bytes + fetched + tables + 4 * GRANULE_BYTES
 
 
@@ -102,7 +104,7 @@ def cache_shape(model: ModelFile) -> CacheShape:
     """The shape of a model's experts."""
     layouts, num_experts = blob_layouts(model), model.spec.num_experts
     num_pairs, nbytes = len(layouts) * num_experts, arena_bytes(layouts, num_experts)
-    return CacheShape(slot_bytes(layouts), num_pairs, nbytes)
+    return CacheShape(slot_bytes(layouts), num_pairs, nbytes, len(layouts))
 
 
 def plan_cache(

@@ -49,15 +49,15 @@ class FetchSizes(NamedTuple):
     num_ahead: int = 0
     top_k: int = 0
 
-    def nbytes(self, blob_bytes: int, num_pairs: int) -> int:
-        """Device memory of the Fetcher, at most, for so many (layer, expert) pairs."""
+    def nbytes(self, blob_bytes: int, num_layers: int, num_pairs: int) -> int:
+        """Device memory of the Fetcher, for so many (layer, expert) pairs."""
         if not self.num_slots:
             return 0
         stride = fetch_stride(blob_bytes)
         ahead = TURNS * self.num_ahead * stride + TAIL_BYTES
-        tables = 4 * (2 * FETCH_TOKENS + 2 + AHEAD_WORDS) * num_pairs
+        tables = 4 * (2 * FETCH_TOKENS + 2) * num_pairs + 4 * AHEAD_WORDS * num_layers
         room = ahead + tables if self.num_ahead else 0
-        return self.num_slots * stride + TAIL_BYTES + 8 * num_pairs + room
+        return self.num_slots * stride + TAIL_BYTES + 8 * num_pairs // num_layers + room
 
 
 NO_FETCHING = FetchSizes(0)
