@@ -3,12 +3,13 @@
     PYTHONPATH=. python benchmarks/identity.py MODEL.gguf [--device NAME] [--slots N]
         [--lengths 1046,1437,1965,4867] [--turns 14277,1979] [--json FILE]
 
-Arms, each with an engine of its own: base (everything copied), unset (as by default), on (routed
-experts alone), likely (likely ones first), keep (kept between chunks), both, all resident, and base
-again, which shows that equal settings repeat. Every arm reads each prompt, and two turns of which
-the second goes on from the first, and generates a few tokens; reply, logits, counts, state hash and
-residual dump must be those of the first arm. Chunks below 1,024 tokens copy routed experts alone,
-whatever the arm: give --prefill where chunks are short by default.
+Arms, each with an engine of its own: base (everything copied), unset (as by default: foreseen ones
+first), on (routed experts alone), likely (likely ones first), keep (kept between chunks), likely or
+foreseen ones and keep, all resident, and base again, which shows that equal settings repeat. Every
+arm reads each prompt, and two turns of which the second goes on from the first, and generates a few
+tokens; reply, logits, counts, state hash and residual dump must be those of the first arm. Chunks
+below 512 tokens copy routed experts alone, whatever the arm: give --prefill where chunks are short
+by default.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ def ways(kept_slots: int) -> dict[str, StreamRules | None]:
         "base": base,
         "unset": PLAIN,
         "on": on,
-        "likely": replace(on, is_likely=True),
+        "likely": replace(on, is_likely=True, foresees=False),
         "keep": replace(on, kept_slots=kept_slots),
-        "likely and keep": replace(on, is_likely=True, kept_slots=kept_slots),
+        "likely and keep": replace(on, is_likely=True, foresees=False, kept_slots=kept_slots),
+        "foreseen and keep": replace(PLAIN, kept_slots=kept_slots),
         "all resident": None,
         "base again": base,
     }

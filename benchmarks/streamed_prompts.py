@@ -42,13 +42,16 @@ from strata_cli.errors import OutOfMemory
 from tools.synth.prompts import zipf_prompt
 
 LINK_BYTES = 1 << 30
-PLAIN = StreamRules(is_likely=False, stream=StreamOptions(depth=16))
+PLAIN = StreamRules(is_likely=False, foresees=False, stream=StreamOptions(depth=16))
 WAYS = {
     "all copied": replace(PLAIN, stream=replace(PLAIN.stream, skips_unrouted=False)),
     "routed": PLAIN,
     "routed, depth auto": replace(PLAIN, stream=replace(PLAIN.stream, depth=0)),
     "likely": replace(PLAIN, is_likely=True),
     "likely, depth auto": replace(PLAIN, is_likely=True, stream=replace(PLAIN.stream, depth=0)),
+    "foreseen": replace(
+        PLAIN, is_likely=True, foresees=True, stream=replace(PLAIN.stream, depth=0)
+    ),
     "likely, ahead 256": replace(
         PLAIN, is_likely=True, stream=replace(PLAIN.stream, depth=0, ahead=256)
     ),

@@ -211,9 +211,10 @@ class StrataConfig:
         parse=auto_or_depth,
     )
     prefill_order: str = setting(
-        "likely",
-        "Order in which a layer's experts are copied: by id, or likely ones first.",
-        parse=choice("id", "likely"),
+        "foreseen",
+        "Order in which a layer's experts are copied: by id; likely ones first, as earlier chunks "
+        "used them; or, in chunks of up to 3,071 tokens, as the router of the layer foretells.",
+        parse=choice("id", "likely", "foreseen"),
     )
     prefill_keep: int = setting(
         0,

@@ -129,7 +129,7 @@ def test_text_becomes_a_typed_value(name: str, text: str, value: Any) -> None:
         ("prefill_routed_stream_depth", "257", "auto or a whole number from 1 to 256"),
         ("prefill_routed_stream_depth", "0", "auto or a whole number from 1 to 256"),
         ("prefill_ring", "513", "auto or a whole number from 1 to 512"),
-        ("prefill_order", "best", "one of id, likely"),
+        ("prefill_order", "best", "one of id, likely, foreseen"),
         ("prefill_issuer", "no", "0, 1, false or true"),
         ("log_level", "loud", "one of debug, info, warning, error"),
     ],

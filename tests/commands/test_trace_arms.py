@@ -168,7 +168,7 @@ def test_another_residual_is_reported(
     assert not dumps[0].exists()
 
 
-@pytest.mark.parametrize("switch", ["prefill_routed_stream", "prefill_order=id,likely"])
+@pytest.mark.parametrize("switch", ["prefill_routed_stream", "prefill_order=id,foreseen"])
 def test_streamed_prompts_pass_the_identity_check(
     switch: str,
     prompt: list[str],

@@ -51,7 +51,7 @@ class Way:
         ring: slots, 0 automatic.
         stream_min: tokens from which on chunks are streamed ahead.
         stream: options of the stream.
-        is_likely, keep, short: as in StreamRules.
+        is_likely, foresees, keep, short: as in StreamRules.
         adapt: when experts change places.
         tail_skip: rank from which on steps leave out misses.
         link_share: of the other misses, what the device reads.
@@ -68,6 +68,7 @@ class Way:
     stream_min: int = STREAM_MIN
     stream: dict[str, Any] = field(default_factory=dict)
     is_likely: bool = False
+    foresees: bool = False
     keep: int = 0
     short: int = 8
     adapt: AdaptRules = STATIC
@@ -83,6 +84,7 @@ class Way:
             ring=RingRules(stream_min=self.stream_min, slots=self.ring),
             stream=StreamOptions(**{"watchdog_s": WATCHDOG_S, **self.stream}),
             is_likely=self.is_likely,
+            foresees=self.foresees,
             kept_slots=self.keep,
             short_tokens=self.short,
             cpu_share=self.cpu,
@@ -123,6 +125,11 @@ WAYS = {
     "depth 256": Way(stream={"depth": 256}),
     "depth auto, one by one": Way(stream={"depth": 0, "together": 1, "group": 3}),
     "likely": Way(is_likely=True),
+    "foreseen": Way(is_likely=True, foresees=True),
+    "foreseen, inline": Way(is_likely=True, foresees=True, stream={"has_thread": False}),
+    "foreseen, plain": Way(is_likely=True, foresees=True, stream={"skips_unrouted": False}),
+    "foreseen and keep": Way(cache=60, least=10, ring=16, keep=30, is_likely=True, foresees=True),
+    "foreseen, half pinned": Way(pinned=10, cache=79, least=0, is_likely=True, foresees=True),
     "keep": Way(cache=60, least=10, ring=16, keep=9),
     "likely and keep": Way(cache=60, least=10, ring=16, keep=30, is_likely=True),
     "ring of 8": Way(ring=8),

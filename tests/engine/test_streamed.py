@@ -12,13 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from strata_cli.engine.device import host_stream
+from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.device.host_memory import HostBuffer
 from strata_cli.engine.device.host_stream import HostStream
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, Sequence
 from strata_cli.engine.experts import waiting
+from strata_cli.engine.experts.streaming import ChunkStream
+from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.prefill.feed import StreamTables
 from strata_cli.engine.trace import Event, Trace
 from strata_cli.errors import DeviceError, StallError, StateError
@@ -27,6 +31,7 @@ from tests.engine.streams import (
     NUM_EXPERTS,
     NUM_LAYERS,
     STEPS,
+    STREAM_MIN,
     TURNS,
     WAYS,
     Talk,
@@ -79,6 +84,40 @@ def test_a_chunk_copies_or_skips_what_is_not_resident(separate: Path, device_nam
         sequence.prefill(TURNS[0])
         num_entries = NUM_EXPERTS * NUM_LAYERS - 45 + 16
         assert [c.copied + c.skipped for c in streamer_of(engine).counts][:3] == [num_entries] * 3
+
+
+def test_what_the_next_layers_router_foretells_is_copied_first(
+    separate: Path, device_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the values that a layer reads, the router of the layer behind it."""
+    foretold: dict[int, NDArray[np.int64]] = {}
+    expected: dict[int, NDArray[np.float32]] = {}
+    foretell, expect = Forward._foretell, ChunkStream.expect
+    way = Way(cache=0, is_likely=True, foresees=True)
+
+    def foretelling(forward: Forward, index: int, values: Tensor, *rest: Any) -> None:
+        foretell(forward, index, values, *rest)
+        if rest[0] is None:
+            return
+        router = forward.weights.layers[index].moe.router
+        matrix, read = (
+            download(opened._device, forward.stream, tensor) for tensor in (router.data, values)
+        )
+        logits = read @ matrix.view(np.float32).reshape(router.rows, router.cols).T
+        chosen = np.argsort(-logits, axis=1)[:, : forward.spec.num_experts_per_tok]
+        foretold[index] = np.bincount(chosen.reshape(-1), minlength=NUM_EXPERTS)
+
+    def expecting(stream: ChunkStream, layer: int, scores: Any, num_likely: int) -> None:
+        expected[layer] = scores
+        expect(stream, layer, scores, num_likely)
+
+    with way.open(separate, device_name) as opened, opened.sequence() as sequence:
+        monkeypatch.setattr(Forward, "_foretell", foretelling)
+        monkeypatch.setattr(ChunkStream, "expect", expecting)
+        sequence.prefill(TURNS[0][:STREAM_MIN])
+    assert list(foretold) == list(expected) == [1, 2, 3]
+    for layer, counts in foretold.items():
+        assert (expected[layer].astype(int) == counts).all()
 
 
 def test_prompts_that_follow_each_other_borrow_once(separate: Path, device_name: str) -> None:

@@ -75,6 +75,8 @@ class Case:
         ahead: see WalkRules.
         num_likely: see Walk.
         lists_routed: entries are listed when routing is known.
+        lists_ahead: a layer's entries are listed, in another order, when the routing of the layer
+            before is known.
         weights: of the issuer, the link, the compute stream and the stager, in the choice of who
             moves next.
         seed: of that choice.
@@ -92,6 +94,7 @@ class Case:
     takes_landed: bool = True
     skips: bool = True
     lists_routed: bool = False
+    lists_ahead: bool = False
     ahead: int = ANY_NUMBER
     num_likely: tuple[int, ...] | None = None
     weights: tuple[int, int, int, int] = (1, 1, 1, 1)
@@ -293,9 +296,24 @@ class World:
         self.turns: Counter[Turn] = Counter()
 
     def _entries(self, ranking: Ranking) -> EntryList:
+        if self.case.lists_ahead:
+            entries = EntryList(ranking.num_layers)
+            self._list(entries, 0)
+            return entries
         if self.case.lists_routed:
             return EntryList(ranking.num_layers)
         return list_entries(ranking, self.case.staged)
+
+    def _list(self, entries: EntryList, layer: int) -> None:
+        ranks = np.arange(self.ranking.num_resident[layer], self.ranking.num_experts)
+        entries.add_layer(self.ranking, ranks, self.case.staged[layer])
+
+    def _expect(self, layer: int) -> None:
+        """The order of the layer turns out to be another one."""
+        scores = np.random.default_rng(self.case.seed + layer).random(self.ranking.num_experts)
+        self.ranking.reorder(layer, scores.astype(np.float32))
+        self.routed[layer] = self.case.routed[layer, self.ranking.expert_at[layer]]
+        self._list(self.entries, layer)
 
     def _staged_source(self, job: int) -> NDArray[np.uint8]:
         k = self.entries.jobs.index(job)
@@ -333,6 +351,8 @@ class World:
         self.published.add(layer)
         self.consumer.publish(layer, start)
         self.consumer._gate = gate
+        if self.case.lists_ahead and layer + 1 < self.ranking.num_layers:
+            self._expect(layer + 1)
         self.stager.num_jobs = self.entries.num_jobs
 
     def _read_layer(self, layer: int) -> None:

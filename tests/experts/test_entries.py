@@ -34,6 +34,16 @@ def test_without_an_order_the_others_come_by_id() -> None:
     assert rank_experts(RESIDENT).expert_at.tolist() == [[1, 3, 0, 2], [0, 1, 2, 3]]
 
 
+def test_a_layer_can_be_ranked_anew_by_scores_residents_stay_first() -> None:
+    ranking = rank_experts(RESIDENT, ORDER)
+    ranking.reorder(0, np.array([1.0, 9.0, 2.0, 9.0], np.float32))
+    ranking.reorder(1, np.array([0.5, 2.0, 0.5, 2.0], np.float32))
+    assert ranking.expert_at.tolist() == [[1, 3, 2, 0], [1, 3, 0, 2]]
+    ranking.reorder(1, np.array([3.0, 0.0, 4.0, 0.0], np.float32))
+    assert ranking.expert_at.tolist() == [[1, 3, 2, 0], [2, 0, 1, 3]]
+    assert ranking.rank_of.tolist() == [[3, 0, 2, 1], [1, 2, 0, 3]]
+
+
 @pytest.mark.parametrize("order", [ORDER[:1], ORDER * 0, ORDER + 1])
 def test_an_order_that_is_no_permutation_is_refused(order: np.typing.NDArray[np.int64]) -> None:
     with pytest.raises(ShapeError, match="permute 4 experts in each of 2 layers"):

@@ -48,7 +48,7 @@ def test_r11_without_publication_nothing_is_skipped(case: Case) -> None:
 @settings(max_examples=50)
 @given(cases())
 def test_r12_with_all_routing_known_only_what_must_be_is_copied(case: Case) -> None:
-    case = replace(case, skips=True, lists_routed=False)
+    case = replace(case, skips=True, lists_routed=False, lists_ahead=False)
     outcome = simulate(case, publish_first=True)
     assert set(outcome.copies) == outcome.routed_entries | outcome.staged_entries
 
@@ -90,6 +90,12 @@ def test_r18_what_is_unlikely_waits_for_its_routing_while_the_link_has_enough_to
     case = replace(case, ahead=1, num_likely=likely)
     patient = [simulate(replace(case, seed=seed)).num_skipped for seed in range(8)]
     assert sum(patient) > sum(eager)
+
+
+def test_a_list_that_grows_ahead_of_the_routing_keeps_every_invariant() -> None:
+    for seed in range(12):
+        case = plain_case(ring_slots=6 + seed, depth=4, seed=seed)
+        simulate(replace(case, lists_ahead=True, together=3, weights=(seed + 1, 2, 1, 1)))
 
 
 def test_no_two_copies_of_a_batch_go_to_the_same_slot() -> None:

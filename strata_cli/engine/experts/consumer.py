@@ -47,8 +47,8 @@ class Consumer:
 
     Args:
         ranking: of the experts.
-        entries: the chunk's list. If it is not complete, each layer's routed entries are added as
-            its routing becomes known.
+        entries: the chunk's list. If it is not begun, each layer's routed entries are added as
+            its routing becomes known; if it is begun, a layer is added before it is published.
         ring: where the entries' bytes arrive.
         issuer: drives the walk over the entries.
         gate: where the walk looks for routing; None if it does not.
@@ -57,6 +57,7 @@ class Consumer:
 
     Attributes:
         use: tokens of each expert in the layers published so far, int64 [L, E], by id.
+        lists_routed: routed entries are added here.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Consumer:
         self._rules = rules
         self._staged = staged
         self._trace = ReadTrace(ring)
-        self._lists_routed = not entries.is_complete
+        self.lists_routed = not (entries.is_begun or entries.is_complete)
         self._row = np.zeros(ranking.num_experts, np.bool_)
         self._elsewhere: NDArray[np.integer] | None = None
         self.use = np.zeros((ranking.num_layers, ranking.num_experts), np.int64)
@@ -116,7 +117,7 @@ class Consumer:
         self._elsewhere = elsewhere
         if elsewhere is not None:
             self._row[elsewhere] = False
-        if self._lists_routed:
+        if self.lists_routed:
             first = self._ranking.num_resident[layer]
             ranks = first + np.flatnonzero(self._row[first:])
             staged = None if self._staged is None else self._staged[layer]

@@ -33,6 +33,8 @@ class Entry(NamedTuple):
 class Ranking:
     """Per layer, the order in which experts are worked on: residents by id, then the others.
 
+    A layer may be ranked anew until its entries are listed.
+
     Attributes:
         rank_of: rank of each expert, int32 [L, E].
         expert_at: the expert of each rank, int32 [L, E].
@@ -52,6 +54,14 @@ class Ranking:
     def num_experts(self) -> int:
         """Experts of each layer."""
         return int(self.rank_of.shape[1])
+
+    def reorder(self, layer: int, scores: NDArray[np.float32]) -> None:
+        """Rank a layer's experts that are not resident by falling score [E]; equal ones by id."""
+        first = self.num_resident[layer]
+        streamed = np.sort(self.expert_at[layer, first:])
+        streamed = streamed[np.argsort(-scores[streamed], kind="stable")]
+        self.expert_at[layer, first:] = streamed
+        self.rank_of[layer, streamed] = np.arange(first, self.num_experts)
 
 
 def rank_experts(resident: NDArray[np.bool_], order: NDArray[np.integer] | None = None) -> Ranking:
@@ -140,6 +150,11 @@ class EntryList:
 
     def __getitem__(self, k: int) -> Entry:
         return Entry(self.layers[k], self.experts[k], self.ranks[k], self.jobs[k])
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether any layer was added."""
+        return len(self.starts) > 1
 
     def of_layer(self, layer: int) -> range:
         """The entries of a layer that was added."""

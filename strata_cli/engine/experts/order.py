@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.experts.entries import ascending
 from strata_cli.errors import ShapeError
 
+FORESEEN_TOKENS = 2  # that the next layer's router foretells: 95 % or more of those are routed
 LIKELY_TOKENS = 16.0  # expected: of the experts of another text's prompt 87 % or more are routed
 
 

@@ -111,9 +111,12 @@ class ChunkStream:
         learnt: what earlier chunks found out about the depth that the link needs, for an
             automatic depth; None: this chunk begins anew.
         num_likely: per layer, how many of the first entries will probably be routed; None: none.
+        foresees: the first layer alone is listed now, every other one by expect(). Not with a
+            small ring.
 
     Attributes:
         entries: the chunk's list. For a small ring it grows with publish().
+        foresees: whether it grows with expect().
 
     Raises:
         ConfigError: the depth is out of range.
@@ -129,11 +132,18 @@ class ChunkStream:
         kept: KeptBlobs | None = None,
         learnt: AutoDepth | None = None,
         num_likely: Sequence[int] | None = None,
+        *,
+        foresees: bool = False,
     ) -> None:
         is_small = ring.num_slots <= SMALL_RING_SLOTS
         skips = options.skips_unrouted and not is_small
-        if is_small:
+        self._ranking, self._staged = ranking, blobs.needs_stager
+        self._num_likely = [*(num_likely or [0] * ranking.num_layers)]
+        self.foresees = foresees and not is_small and ranking.num_layers > 0
+        if is_small or self.foresees:
             self.entries = EntryList(ranking.num_layers)
+            if self.foresees:
+                self._list(0)
         else:
             self.entries = list_entries(ranking, blobs.needs_stager)
         gate = Gate(ranking.num_layers, ranking.num_experts) if skips else None
@@ -141,8 +151,7 @@ class ChunkStream:
         depth = _depth_rule(options.depth, learnt) if skips else None
         ahead = options.ahead or options.depth or AHEAD
         rules = WalkRules(ring.num_slots, depth, options.together, ahead)
-        likely = num_likely or [0] * ranking.num_layers
-        self._walk = Walk(self.entries, self._link, rules, gate, likely)
+        self._walk = Walk(self.entries, self._link, rules, gate, self._num_likely)
         issues = ThreadIssuer if options.has_thread else InlineIssuer
         self._issuer: Issuer = issues(self._walk, options.watchdog_s, ring.trace)
         self._ring = ring
@@ -180,6 +189,29 @@ class ChunkStream:
     ) -> None:
         """See Consumer.publish."""
         self._consumer.publish(layer, expert_start, elsewhere)
+
+    @property
+    def lists_routed(self) -> bool:
+        """Whether a layer's entries are known only when it is published."""
+        return self._consumer.lists_routed
+
+    def expect(self, layer: int, scores: NDArray[np.float32], num_likely: int) -> None:
+        """List the entries of the next layer, before it is published, if the stream foresees.
+
+        Args:
+            layer: the next one.
+            scores: how much each expert is expected to be used, [E]; the ranking changes with it.
+            num_likely: how many of the first entries will probably be routed.
+        """
+        self._ranking.reorder(layer, scores)
+        self._num_likely[layer] = num_likely
+        self._list(layer)
+        self._issuer.nudge()
+
+    def _list(self, layer: int) -> None:
+        ranks = np.arange(self._ranking.num_resident[layer], self._ranking.num_experts)
+        staged = None if self._staged is None else self._staged[layer]
+        self.entries.add_layer(self._ranking, ranks, staged)
 
     def groups(self, layer: int) -> Iterator[range]:
         """See Consumer.groups."""

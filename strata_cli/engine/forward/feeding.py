@@ -36,11 +36,14 @@ class RankedExperts(NamedTuple):
         matrices: their address tables are by rank.
         rank_of: rank of each expert, int32 [E]; None: an expert's id is its rank.
         split: how pairs are shared out; None: the device computes all of them.
+        next_start: where the pass foretells the next layer's pairs, as its router sees what this
+            layer's reads: expert_start int32 [E + 1], by id; None: nobody asks.
     """
 
     matrices: ExpertMatrices
     rank_of: Tensor | None
     split: Split | None = None
+    next_start: Tensor | None = None
 
 
 class ExpertGroup(NamedTuple):

@@ -468,7 +468,7 @@ class Forward:
     ) -> moe.CombineOperands:
         """Enqueue a layer's experts. What does not depend on the routing fills the wait for it."""
         take, num, stream = self.workspace.take, read.values.shape[0], self.stream
-        experts, rank_of, split = feed.experts(index)
+        experts, rank_of, split, next_start = feed.experts(index)
         is_few = num <= FEW_TOKENS
         fetcher = self.fetcher if is_few and rank_of is None else None
         ahead = fetcher if is_recorded and fetcher and fetcher.looks_ahead(num) else None
@@ -502,6 +502,7 @@ class Forward:
             if split.mailbox is not None:
                 post_pairs(stream, index, ids, pair_of, start, read.values, split.mailbox)
         expert_out = take("expert_out", row_of.shape[0])
+        self._foretell(index + 1, read.values, next_start, expert_out)
         feed.publish(index, start, PairRows(read.values, row_of, expert_out))
         if fetcher is not None:
             tokens = None if ahead is None else num
@@ -515,6 +516,29 @@ class Forward:
         if split is not None:
             self._take_the_others(index, split, start, expert_out)
         return moe.CombineOperands(expert_out, pair_of, places, shared_out, shared_logit)
+
+    def _foretell(self, index: int, values: Tensor, start: Tensor | None, room: Tensor) -> None:
+        """Enqueue how a layer would route what the layer before it reads.
+
+        Args:
+            index: of the layer.
+            values: what the one before reads.
+            start: as order_by_expert's, int32 [E + 1], overwritten; None: nobody asks.
+            room: float32 [pairs, D], used up.
+        """
+        if start is None:
+            return
+        stream, num, num_pairs = self.stream, values.shape[0], room.shape[0]
+        logits = self.workspace.take("router", num)
+        used = room.reshape(room.size).rows(0, 4 * num_pairs).reshape(4, num_pairs)
+        parts = [used.rows(part, part + 1) for part in range(4)]
+        shape = (num, self.spec.num_experts_per_tok)
+        ids, row_of, pair_of = (
+            Tensor(part.buffer, part.offset_bytes, size, np.dtype(np.int32))
+            for part, size in zip(parts[1:], (shape, (num_pairs,), shape), strict=True)
+        )
+        matmul(stream, values, self.weights.layers[index].moe.router, logits)
+        moe.route_in_order(stream, logits, ids, parts[0].reshape(*shape), start, row_of, pair_of)
 
     def _foreseen(self, ahead: Fetcher, index: int, num_tokens: int) -> tuple[Product, ...]:
         """What the next layer's router makes of this layer's input, as far as there is one."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Device, Event, Stream, Tensor
 from strata_cli.engine.experts.blobs import BlobLayout
 from strata_cli.engine.experts.entries import Ranking, RingShape, address_row, address_table
+from strata_cli.engine.experts.order import FORESEEN_TOKENS
 from strata_cli.engine.experts.resident import blob_experts
 from strata_cli.engine.experts.streaming import ChunkStream
 from strata_cli.engine.forward.feeding import ExpertGroup, PairRows, RankedExperts
@@ -35,6 +36,7 @@ class StreamTables:
     Attributes:
         experts: of each layer, with tables by rank.
         routed: behind the latest copy of a layer's routing.
+        next_start: where a pass foretells the next layer's expert_start, int32 [E + 1] by id.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class StreamTables:
         with ExitStack() as resources:
             memory = resources.enter_context(device.allocate(nbytes))
             pinned = resources.enter_context(device.allocate_pinned(nbytes))
-            starts = resources.enter_context(device.allocate_pinned(4 * (num_experts + 1)))
+            start_bytes = RANK.itemsize * (num_experts + 1)
+            starts = resources.enter_context(device.allocate_pinned(2 * start_bytes))
+            next_start = resources.enter_context(device.allocate(start_bytes))
             self._all, self._all_host = (
                 Tensor.over(buffer, (nbytes,), np.uint8) for buffer in (memory, pinned)
             )
@@ -58,7 +62,10 @@ class StreamTables:
                 Tensor.over(buffer, shape, RANK, num_pairs * ADDRESS.itemsize)
                 for buffer in (memory, pinned)
             )
-            self._start_host = Tensor.over(starts, (num_experts + 1,), np.int32)
+            self._start_host, self._next_start_host = (
+                Tensor.over(starts, (num_experts + 1,), RANK, at) for at in (0, start_bytes)
+            )
+            self.next_start = Tensor.over(next_start, (num_experts + 1,), RANK)
             self.routed: Event = device.event()
             resources.callback(self.routed.close)
             self._uploaded: Event = device.event()
@@ -81,24 +88,37 @@ class StreamTables:
         self._reads.copy(self._all, self._all_host)
         self._reads.record(self._uploaded)
 
-    def upload_row(self, layer: int, addresses: NDArray[np.int64]) -> None:
-        """Enqueue a layer's addresses [E], by rank, once it is routed: what came before is done."""
+    def upload_row(
+        self, layer: int, addresses: NDArray[np.int64], rank_of: NDArray[np.int32] | None = None
+    ) -> None:
+        """Enqueue a layer's addresses [E], by rank; and its rank_of [E] where that has changed.
+
+        Before the layer is ordered, or once it is routed: what came before is done.
+        """
         self._addresses_host.numpy()[layer] = addresses
-        part = slice(layer, layer + 1)
-        self._reads.copy(
-            self._addresses.rows(part.start, part.stop),
-            self._addresses_host.rows(part.start, part.stop),
-        )
+        tables = [(self._addresses, self._addresses_host)]
+        if rank_of is not None:
+            self._ranks_host.numpy()[layer] = rank_of
+            tables.append((self._ranks, self._ranks_host))
+        for table, host in tables:
+            self._reads.copy(table.rows(layer, layer + 1), host.rows(layer, layer + 1))
         self._reads.record(self._uploaded)
 
-    def fetch_start(self, expert_start: Tensor) -> None:
-        """Enqueue the copy of a layer's expert_start to the host."""
+    def fetch_start(self, expert_start: Tensor, *, foresees: bool) -> None:
+        """Enqueue the copy of a layer's expert_start to the host; and of next_start if wanted."""
         self._reads.copy(self._start_host, expert_start)
+        if foresees:
+            self._reads.copy(self._next_start_host, self.next_start)
         self._reads.record(self.routed)
 
     def start(self) -> NDArray[np.int32]:
         """The expert_start that was fetched, [E + 1]; the event must be reached."""
         return self._start_host.numpy().copy()
+
+    def foreseen(self) -> NDArray[np.int32]:
+        """Tokens that the next layer's experts will probably have, [E], by id; likewise."""
+        counts: NDArray[np.int32] = np.diff(self._next_start_host.numpy())
+        return counts
 
     def close(self) -> None:
         """Give the memory back. Safe to call twice."""
@@ -122,6 +142,8 @@ class StreamFeed:
         ring: where the stream's slots are.
         share: takes some experts of each layer to the host's processor; None: nobody does. The
             stream's list is one of routed experts then.
+        leaning: shares of use to order experts by that are foreseen to have as many tokens,
+            [L, E]; for a stream that foresees.
     """
 
     def __init__(
@@ -132,13 +154,15 @@ class StreamFeed:
         addresses: NDArray[np.int64],
         ring: RingShape,
         share: HostShare | None = None,
+        leaning: NDArray[np.float32] | None = None,
     ) -> None:
         self._tables = tables
         self._stream = stream
         self._ranking = ranking
         self._addresses = addresses
         self._ring = ring
-        self._lists_routed = not stream.entries.is_complete
+        self._lists_routed = stream.lists_routed
+        self._leaning = leaning
         self._has_tables = False
         self._share = share
         self._rows: PairRows | None = None  # of the layer that was published last
@@ -148,16 +172,18 @@ class StreamFeed:
         if not self._has_tables:
             self._upload_tables()
             self._has_tables = True
-        return RankedExperts(self._tables.experts[layer], self._tables.rank_of(layer))
+        next_start = self._tables.next_start if self._foresees(layer) else None
+        matrices, rank_of = self._tables.experts[layer], self._tables.rank_of(layer)
+        return RankedExperts(matrices, rank_of, next_start=next_start)
 
     def publish(
         self,
-        layer: int,  # noqa: ARG002  in turn
+        layer: int,
         expert_start: Tensor,
         rows: PairRows,
     ) -> None:
         """See ExpertFeed. Layers come in turn."""
-        self._tables.fetch_start(expert_start)
+        self._tables.fetch_start(expert_start, foresees=self._foresees(layer))
         self._rows = rows
         if self._share is not None:
             self._share.fetch(rows)
@@ -172,6 +198,8 @@ class StreamFeed:
         start = self._tables.start()
         if self._share is None:
             self._publish(layer, start)
+            if self._foresees(layer):
+                self._expect(layer + 1)
             yield from self._link_groups(layer, start)
             return
         assert self._rows is not None
@@ -192,6 +220,21 @@ class StreamFeed:
             by_rank = address_row(self._ranking, entries, layer, row, self._ring)
             self._tables.upload_row(layer, by_rank)
 
+    def _foresees(self, layer: int) -> bool:
+        """Whether the layer behind this one is listed by what its router foretells."""
+        return self._stream.foresees and layer + 1 < self._ranking.num_layers
+
+    def _expect(self, layer: int) -> None:
+        """Tell the stream what the layer will probably want, and the kernels where it comes."""
+        assert self._leaning is not None
+        foreseen = self._tables.foreseen()
+        is_streamed = self._ranking.rank_of[layer] >= self._ranking.num_resident[layer]
+        num_likely = int(((foreseen >= FORESEEN_TOKENS) & is_streamed).sum())
+        self._stream.expect(layer, foreseen + self._leaning[layer], num_likely)
+        entries, resident = self._stream.entries, self._addresses[layer]
+        by_rank = address_row(self._ranking, entries, layer, resident, self._ring)
+        self._tables.upload_row(layer, by_rank, self._ranking.rank_of[layer])
+
     def _link_groups(self, layer: int, start: NDArray[np.int32]) -> Iterator[ExpertGroup]:
         for ranks in self._stream.groups(layer):
             yield ExpertGroup(ranks, range(int(start[ranks.start]), int(start[ranks.stop])))
@@ -199,8 +242,11 @@ class StreamFeed:
     def _upload_tables(self) -> None:
         """As far as they are known before any routing."""
         entries = self._stream.entries
-        if self._lists_routed:
+        if self._lists_routed or self._stream.foresees:
             by_rank = np.take_along_axis(self._addresses, self._ranking.expert_at, axis=1)
+            if self._stream.foresees:
+                own = self._addresses[0]
+                by_rank[0] = address_row(self._ranking, entries, 0, own, self._ring)
         else:
             by_rank = address_table(self._ranking, entries, self._addresses, self._ring)
         self._tables.upload(by_rank, self._ranking.rank_of)

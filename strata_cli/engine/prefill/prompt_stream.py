@@ -17,7 +17,7 @@ from strata_cli.engine.experts.entries import RingShape, rank_experts
 from strata_cli.engine.experts.keeping import KeptBlobs
 from strata_cli.engine.experts.order import by_score, count_likely, expected_use
 from strata_cli.engine.experts.ring import Ring
-from strata_cli.engine.experts.sizing import RingRules
+from strata_cli.engine.experts.sizing import LONG_CHUNK_TOKENS, RingRules
 from strata_cli.engine.experts.store import ExpertStore
 from strata_cli.engine.experts.streaming import (
     SMALL_RING_SLOTS,
@@ -45,6 +45,8 @@ class StreamRules:
         ring: its size, and from how many tokens on experts are copied ahead of their routing.
         stream: how each chunk's experts are streamed.
         is_likely: copy first what is likely to be routed, else in the order of ids.
+        foresees: what is likely in a layer is what its router makes of what the layer before
+            reads; in chunks that are not long, see LONG_CHUNK_TOKENS.
         kept_slots: for a prompt's most used experts, between its chunks.
         short_tokens: chunks of at most so many, and steps, read experts where they are, over the
             link; only those that are not in page-locked memory come through a small ring.
@@ -56,6 +58,7 @@ class StreamRules:
     ring: RingRules = DEFAULT_RING
     stream: StreamOptions = DEFAULT_STREAM
     is_likely: bool = True
+    foresees: bool = True
     kept_slots: int = 0
     short_tokens: int = SHORT_TOKENS
     cpu_share: float | None = 0.0
@@ -107,12 +110,16 @@ class History:
 
     def order(self) -> NDArray[np.int64]:
         """All experts, likely ones first, [L, E]."""
-        return by_score(expected_use(self._last_use, self.scores), finest=ORDER_CLASSES)
+        return by_score(self.leaning, finest=ORDER_CLASSES)
+
+    @property
+    def leaning(self) -> NDArray[np.float32]:
+        """Shares of use that are expected of the next chunk, [L, E]."""
+        return expected_use(self._last_use, self.scores)
 
     def num_likely(self, num_tokens: int, is_streamed: NDArray[np.bool_]) -> list[int]:
         """Of each layer's streamed experts [L, E], how many the next chunk will want for sure."""
-        scores = expected_use(self._last_use, self.scores)
-        return count_likely(scores, is_streamed, int(num_tokens * self._pairs_per_token))
+        return count_likely(self.leaning, is_streamed, int(num_tokens * self._pairs_per_token))
 
     @contextmanager
     def unlearning(self) -> Iterator[None]:
@@ -249,13 +256,25 @@ class PromptStream:
             num_likely = self._history.num_likely(num_tokens, ~resident)
         ranking, learnt = rank_experts(resident, order), self._history.depth
         stream = ChunkStream(
-            ranking, ring, store.blobs, self._rules.stream, kept, learnt, num_likely
+            ranking,
+            ring,
+            store.blobs,
+            self._rules.stream,
+            kept,
+            learnt,
+            num_likely,
+            foresees=self._foresees(num_tokens),
         )
         with store.staging(stream.entries), stream, self._cancellation.stopping(stream.stop):
             share = None if is_short else self._share_of(num_tokens, ring)
-            yield StreamFeed(self._tables, stream, ranking, addresses, ring.shape, share)
+            leaning = self._history.leaning if stream.foresees else None
+            yield StreamFeed(self._tables, stream, ranking, addresses, ring.shape, share, leaning)
             stream.finish()
         self._history.add(stream, num_tokens, is_typical=not is_short)
+
+    def _foresees(self, num_tokens: int) -> bool:
+        rules = self._rules
+        return rules.is_likely and rules.foresees and num_tokens < LONG_CHUNK_TOKENS
 
     def _share_of(self, num_tokens: int, ring: Ring) -> HostShare | None:
         share = self._share
