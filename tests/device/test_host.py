@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import mmap
+import os
 import re
+import resource
 import sys
 import threading
 import time
@@ -22,7 +26,7 @@ from strata_cli.engine.device.base import Kernel, Launch, empty
 from strata_cli.engine.device.host import HostDevice
 from strata_cli.engine.device.host_stream import HostEvent, HostStream
 from strata_cli.engine.device.host_workers import WorkerPool
-from strata_cli.errors import ConfigError, DeviceError
+from strata_cli.errors import ConfigError, DeviceError, OutOfMemory
 from tests.device.gates import PATIENCE_S, standing_at
 
 
@@ -267,6 +271,30 @@ def test_threads_that_the_system_refuses_are_counted_and_those_before_end(
 def test_negative_thread_counts_are_refused() -> None:
     with pytest.raises(ConfigError, match="-1"):
         open_device("host", threads=-1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "addresses", "reason"),
+    [
+        ("2", resource.RLIM_INFINITY, r"vm.overcommit_memory is 2, and .* GiB of .* promised"),
+        ("0", 3 << 30, "ulimit -v allows this process 3.00 GiB"),
+        ("1", resource.RLIM_INFINITY, "available: Cannot allocate memory"),
+    ],
+)
+def test_memory_that_is_there_and_is_refused_names_the_limit(
+    rule: str, addresses: int, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    (tmp_path / "rule").write_text(rule + "\n")
+    monkeypatch.setattr(host_memory, "OVERCOMMIT", tmp_path / "rule")
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (addresses, addresses))
+    with pytest.raises(OutOfMemory, match=r"are refused although .* are available: ") as caught:
+        host_memory.anonymous_bytes(1 << 20)
+    assert re.search(reason, caught.value.message)
+    assert "vm.overcommit_ratio" in caught.value.hint
 
 
 @pytest.mark.parametrize("gpus", [0, 1])

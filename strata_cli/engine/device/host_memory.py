@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import resource
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -21,6 +22,8 @@ from strata_cli.errors import DeviceError, OutOfMemory
 logger = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 << 20
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+NEVER_OVERCOMMIT = "2"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -83,13 +86,8 @@ class HostBuffer:
 
 def host_memory() -> MemoryInfo:
     """Available and total memory: of this machine, or of the container where that has less."""
-    fields: dict[str, int] = {}
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name in ("MemTotal", "MemAvailable"):
-                fields[name] = int(value.split()[0]) * 1024
-    machine = MemoryInfo(free_bytes=fields["MemAvailable"], total_bytes=fields["MemTotal"])
+    available, total = _meminfo("MemAvailable", "MemTotal")
+    machine = MemoryInfo(free_bytes=available, total_bytes=total)
     return min(machine, cgroup_memory() or machine)
 
 
@@ -107,7 +105,7 @@ def anonymous_bytes(nbytes: int) -> NDArray[np.uint8]:
     try:
         pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise _too_big(nbytes, free, total) from error
+        raise _refused(nbytes, free, error) from error
     if nbytes >= HUGE_PAGE_BYTES:
         _ask_for_huge_pages(pages)
     return np.frombuffer(pages, np.uint8, count=nbytes)
@@ -132,6 +130,35 @@ def memlock_limit() -> str:
     """How much memory this process may lock, for messages."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else gib(soft)
+
+
+def _meminfo(*names: str) -> list[int]:
+    """Bytes of these lines of /proc/meminfo; 0 where there is no such line."""
+    found = dict.fromkeys(names, 0)
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name in found:
+                found[name] = int(value.split()[0]) * 1024
+    return [found[name] for name in names]
+
+
+def _refused(nbytes: int, free: int, error: OSError) -> OutOfMemory:
+    """Memory that is there and may not be had: a limit on what is promised is in the way."""
+    reasons = []
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        reasons.append(f"ulimit -v allows this process {gib(addresses)}")
+    if OVERCOMMIT.read_text("ascii").strip() == NEVER_OVERCOMMIT:
+        limit, promised = _meminfo("CommitLimit", "Committed_AS")
+        reasons.append(
+            f"vm.overcommit_memory is 2, and {gib(promised)} of {gib(limit)} are promised already"
+        )
+    return OutOfMemory(
+        f"host memory: {gib(nbytes)} are refused although {gib(free)} are available: "
+        f"{'; '.join(reasons) or error.strerror}",
+        hint="raise that limit (ulimit -v, vm.overcommit_ratio, more swap), or lower the context",
+    )
 
 
 def _too_big(nbytes: int, free: int, total: int) -> OutOfMemory:
