@@ -61,7 +61,6 @@ def test_without_settings_everything_is_as_the_engine_has_it(
         ("prefill_routed_stream_depth", "3", "stream.depth", 3),
         ("prefill_routed_stream_ahead", "auto", "stream.ahead", 0),
         ("prefill_routed_stream_ahead", "3", "stream.ahead", 3),
-        ("prefill_order", "likely", "is_likely", True),
         ("prefill_order", "likely", "foresees", False),
         ("prefill_order", "foreseen", "foresees", True),
         ("prefill_keep", "12", "kept_slots", 12),
