@@ -17,6 +17,8 @@ from strata_cli.commands.streams import OutputFailed
 from strata_cli.config import nearest
 from strata_cli.errors import StrataError
 
+MORE_MEMORY = "lower --max-context or --prefill, or close other programs"
+
 
 class LazyCommand(NamedTuple):
     """A subcommand that is imported when it is used: its module holds a function of its name."""
@@ -118,9 +120,16 @@ def run(group: click.Group, args: Sequence[str]) -> int:
         return _report(str(error), error.exit_code)
     except click.ClickException as error:
         return _report(_explain(error), error.exit_code)
+    except MemoryError as error:
+        return _report(f"the host's memory ran out{_what(error)}\n  try: {MORE_MEMORY}", 1)
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     return result if isinstance(result, int) else 0
+
+
+def _what(error: MemoryError) -> str:
+    """What numpy says of it; Python itself says nothing."""
+    return f": {error}" if str(error) else ""
 
 
 def _explain(error: click.ClickException) -> str:

@@ -108,6 +108,17 @@ def test_anything_else_is_a_bug_and_keeps_its_traceback(bug: Exception) -> None:
         run(group_of(raising(bug)), ["go"])
 
 
+@pytest.mark.parametrize(
+    ("text", "said"), [("", ""), ("Unable to allocate", ": Unable to allocate")]
+)
+def test_a_machine_without_memory_is_no_bug(
+    text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(group_of(raising(MemoryError(*[text] * bool(text)))), ["go"]) == 1
+    error = f"strata: error: the host's memory ran out{said}\n  try: lower --max-context"
+    assert capsys.readouterr().err.startswith(error)
+
+
 def test_ctrl_c_ends_with_130_and_no_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(group_of(raising(KeyboardInterrupt())), ["go"]) == 130
     assert capsys.readouterr() == ("", "")
