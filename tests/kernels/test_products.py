@@ -97,7 +97,7 @@ def test_matrices_that_share_a_launch_cut_sums_as_alone(
         plan = few_plan(matrices, tokens, 1, limit)
         assert_launchable(plan, limit)
         alone = few_plan(matrices[:1], tokens, 1, limit)
-        assert plan.extents[18:20] == alone.extents[6:8]  # weights of a slice, slices of a row
+        assert plan.extents[19:21] == alone.extents[7:9]  # weights of a slice, slices of a row
 
 
 def test_what_cannot_share_a_launch() -> None:

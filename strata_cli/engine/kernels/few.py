@@ -359,6 +359,9 @@ def few_plan(
     shape, num_blocks = _choose(matrices, tokens, segments, limit, experts, way)
     if not experts:
         segments = blocks(tokens, shape.columns)
+    warps = shape.teams * shape.team_warps
+    if is_gated:  # two activations a thread: more would follow one another
+        warps = max(warps, min(USUAL_WARPS, blocks(matrices[0].cols, 2 * WARP)))
     kinds = _kinds(matrices)
     cuts = [number for cut in shape.cuts for number in cut[:6]]
     own: tuple[int, ...] = ()
@@ -382,12 +385,13 @@ def few_plan(
     return Plan(
         unit=Unit("matmul_few.cu", f"{name}<{parameters}>", defines + way.defines),
         grid=(segments, num_blocks, 1),
-        block=(WARP * (shape.teams * shape.team_warps + 1), 1, 1),
+        block=(WARP * (warps + 1), 1, 1),
         shared_bytes=shape.shared_bytes,
         extents=(
             *((experts,) if experts else ()),
             *own,
             shape.columns,
+            shape.teams,
             shape.team_warps,
             shape.slots,
             shape.slot_chunks,

@@ -63,16 +63,17 @@ __device__ inline Plan plan_from(long long slice, long long slices, long long pa
             static_cast<int>(span_shift),  static_cast<int>(chunks)};
 }
 
-// What the host chose for a launch: warps of a team, slots of its ring and 16 bytes of each, stages
-// of a tile, tiles of a team whose sums there is room for.
+// What the host chose for a launch: teams, warps of each, slots of its ring and 16 bytes of each,
+// stages of a tile, tiles of a team whose sums there is room for. Warps beside the teams' only load
+// activations.
 struct Layout {
-    int team_warps, slots, slot_chunks, parts, sums;
+    int teams, team_warps, slots, slot_chunks, parts, sums;
 };
 
-__device__ inline Layout layout_from(long long team_warps, long long slots, long long slot_chunks,
-                                     long long parts, long long sums) {
-    return {static_cast<int>(team_warps), static_cast<int>(slots), static_cast<int>(slot_chunks),
-            static_cast<int>(parts), static_cast<int>(sums)};
+__device__ inline Layout layout_from(long long teams, long long team_warps, long long slots,
+                                     long long slot_chunks, long long parts, long long sums) {
+    return {static_cast<int>(teams),       static_cast<int>(team_warps), static_cast<int>(slots),
+            static_cast<int>(slot_chunks), static_cast<int>(parts),      static_cast<int>(sums)};
 }
 
 // The matrices of a launch.
@@ -150,11 +151,11 @@ struct Work {
 struct Team {
     int warps, number, warp, count;  // warp: of the calling thread, in the team; count: of teams
 
-    __device__ Team(int warps, int all_warps)
-        : warps(warps),
-          number(threadIdx.x / 32 / warps),
-          warp(threadIdx.x / 32 % warps),
-          count(all_warps / warps) {}
+    __device__ explicit Team(const Layout &layout)
+        : warps(layout.team_warps),
+          number(threadIdx.x / 32 / layout.team_warps),
+          warp(threadIdx.x / 32 % layout.team_warps),
+          count(layout.teams) {}
     __device__ int threads() const { return 32 * warps; }
     __device__ int thread() const { return 32 * warp + (threadIdx.x & 31); }
     __device__ void wait() const {
@@ -576,8 +577,8 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
 template <class Gate, int ROWS, int MATRICES, class... Kinds>
 __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Columns &columns,
                            const float *x, const Gate &gate, uint4 *all_shared) {
-    const int warps = blockDim.x / 32 - 1;  // those that multiply
-    const Team team(work.layout.team_warps, warps);
+    const int warps = blockDim.x / 32 - 1;  // all but the one that copies
+    const Team team(work.layout);
     const Shared<ROWS, Kinds...> shared(all_shared, work.layout, work.cols, columns.count,
                                         work.most_slices(), team.count);
     if (threadIdx.x / 32 == warps) {
@@ -593,6 +594,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
     wait_for_launches_ahead();  // weights may come earlier: no launch writes them
     load_activations<Kinds...>(shared.planes, x, work.cols, columns, gate, warps);
     __syncthreads();
+    if (team.number >= team.count) return;
     make_tiles(work, shared, columns, team);
 }
 
@@ -601,15 +603,15 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void __maxnreg__(MOST_REGISTERS)
     matmul_few(const float *x, const unsigned char *data, float *out, long long, long long tokens,
-               long long rows, long long cols, long long columns, long long team_warps,
-               long long slots, long long slot_chunks, long long parts, long long sums,
-               long long slice, long long slices, long long part_slices, long long tile_rows,
-               long long span_shift, long long chunks) {
+               long long rows, long long cols, long long columns, long long teams,
+               long long team_warps, long long slots, long long slot_chunks, long long parts,
+               long long sums, long long slice, long long slices, long long part_slices,
+               long long tile_rows, long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
     work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
+    work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     const int first = static_cast<int>(columns) * blockIdx.x;
@@ -622,14 +624,15 @@ template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void __maxnreg__(MOST_REGISTERS)
     gated_few(const float *x, const float *up, const unsigned char *data, float *out, long long,
               long long tokens, long long rows, long long cols, long long divisor,
-              long long columns, long long team_warps, long long slots, long long slot_chunks,
-              long long parts, long long sums, long long slice, long long slices,
-              long long part_slices, long long tile_rows, long long span_shift, long long chunks) {
+              long long columns, long long teams, long long team_warps, long long slots,
+              long long slot_chunks, long long parts, long long sums, long long slice,
+              long long slices, long long part_slices, long long tile_rows, long long span_shift,
+              long long chunks) {
     extern __shared__ uint4 shared[];
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
     work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
+    work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     const Gated gate = {up == x ? nullptr : up, static_cast<float>(divisor)};
@@ -645,10 +648,10 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     gated_few_route(const float *x, const float *up, const unsigned char *data, float *out,
                     const float *logits, int *ids, float *weights, int *expert_start, int *row_of,
                     int *pair_of, long long, long long tokens, long long rows, long long cols,
-                    long long num_experts, long long top_k, long long columns, long long team_warps,
-                    long long slots, long long slot_chunks, long long parts, long long sums,
-                    long long slice, long long slices, long long part_slices, long long tile_rows,
-                    long long span_shift, long long chunks) {
+                    long long num_experts, long long top_k, long long columns, long long teams,
+                    long long team_warps, long long slots, long long slot_chunks, long long parts,
+                    long long sums, long long slice, long long slices, long long part_slices,
+                    long long tile_rows, long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
     if (blockIdx.x + 1 == gridDim.x) {
         wait_for_launches_ahead();
@@ -661,7 +664,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
     work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
+    work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     const int first = static_cast<int>(columns) * blockIdx.x;
@@ -679,13 +682,13 @@ __global__ void __maxnreg__(MOST_REGISTERS)
                    long long rows0, long long kind0, long long rows1, long long kind1,
                    long long rows2, long long kind2, long long rows3, long long kind3,
                    long long rows4, long long kind4, long long rows5, long long kind5,
-                   long long columns, long long team_warps, long long slots, long long slot_chunks,
-                   long long parts, long long sums, long long slice0, long long slices0,
-                   long long part_slices0, long long tile_rows0, long long span_shift0,
-                   long long chunks0, long long slice1, long long slices1, long long part_slices1,
-                   long long tile_rows1, long long span_shift1, long long chunks1, long long slice2,
-                   long long slices2, long long part_slices2, long long tile_rows2,
-                   long long span_shift2, long long chunks2) {
+                   long long columns, long long teams, long long team_warps, long long slots,
+                   long long slot_chunks, long long parts, long long sums, long long slice0,
+                   long long slices0, long long part_slices0, long long tile_rows0,
+                   long long span_shift0, long long chunks0, long long slice1, long long slices1,
+                   long long part_slices1, long long tile_rows1, long long span_shift1,
+                   long long chunks1, long long slice2, long long slices2, long long part_slices2,
+                   long long tile_rows2, long long span_shift2, long long chunks2) {
     extern __shared__ uint4 shared[];
     Work<ROWS, MATRICES, Kinds...> work;
     const auto set = [&](int i, const unsigned char *data, float *out, long long rows,
@@ -704,7 +707,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
         work.plans[1] = plan_from(slice1, slices1, part_slices1, tile_rows1, span_shift1, chunks1);
     if constexpr (sizeof...(Kinds) > 2)
         work.plans[2] = plan_from(slice2, slices2, part_slices2, tile_rows2, span_shift2, chunks2);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
+    work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     const int first = static_cast<int>(columns) * blockIdx.x;
@@ -719,10 +722,10 @@ template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void __maxnreg__(MOST_REGISTERS)
     grouped_few(const float *x, const long long *blobs, const int *row_of, const int *expert_start,
                 float *out, long long, long long rows, long long cols, long long offset_bytes,
-                long long experts, long long columns, long long team_warps, long long slots,
-                long long slot_chunks, long long parts, long long sums, long long slice,
-                long long slices, long long part_slices, long long tile_rows, long long span_shift,
-                long long chunks) {
+                long long experts, long long columns, long long teams, long long team_warps,
+                long long slots, long long slot_chunks, long long parts, long long sums,
+                long long slice, long long slices, long long part_slices, long long tile_rows,
+                long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
     __shared__ Found found;
     if (threadIdx.x + 32 < blockDim.x)
@@ -735,7 +738,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.matrices[0] = {reinterpret_cast<const unsigned char *>(found.blobs[0]) + offset_bytes, out,
                         static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
+    work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     few(work, {found.source, found.first, found.count}, x, Plain(), shared);
@@ -747,9 +750,10 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     gated_grouped_few(const float *x, const float *up, const long long *blobs, const int *row_of,
                       const int *expert_start, float *out, long long, long long rows,
                       long long cols, long long offset_bytes, long long experts, long long columns,
-                      long long team_warps, long long slots, long long slot_chunks, long long parts,
-                      long long sums, long long slice, long long slices, long long part_slices,
-                      long long tile_rows, long long span_shift, long long chunks) {
+                      long long teams, long long team_warps, long long slots, long long slot_chunks,
+                      long long parts, long long sums, long long slice, long long slices,
+                      long long part_slices, long long tile_rows, long long span_shift,
+                      long long chunks) {
     extern __shared__ uint4 shared[];
     __shared__ Found found;
     if (threadIdx.x + 32 < blockDim.x)
@@ -762,7 +766,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.matrices[0] = {reinterpret_cast<const unsigned char *>(found.blobs[0]) + offset_bytes, out,
                         static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
+    work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     few(work, {found.source, found.first, found.count}, x, Gated{up, 1.0f}, shared);
@@ -775,10 +779,10 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     grouped_pair(const float *x, const long long *blobs0, const long long *blobs1,
                  const int *row_of, const int *expert_start, float *out0, float *out1, long long,
                  long long rows, long long cols, long long offset0, long long offset1,
-                 long long experts, long long columns, long long team_warps, long long slots,
-                 long long slot_chunks, long long parts, long long sums, long long slice,
-                 long long slices, long long part_slices, long long tile_rows, long long span_shift,
-                 long long chunks) {
+                 long long experts, long long columns, long long teams, long long team_warps,
+                 long long slots, long long slot_chunks, long long parts, long long sums,
+                 long long slice, long long slices, long long part_slices, long long tile_rows,
+                 long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
     __shared__ Found found;
     if (threadIdx.x + 32 < blockDim.x)
@@ -793,7 +797,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.matrices[1] = {reinterpret_cast<const unsigned char *>(found.blobs[1]) + offset1, out1,
                         static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
-    work.layout = layout_from(team_warps, slots, slot_chunks, parts, sums);
+    work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
     few(work, {found.source, found.first, found.count}, x, Plain(), shared);
