@@ -467,17 +467,17 @@ def cases() -> Iterator[tuple[str, Callable[[Bench], None]]]:
 
 def delta_variants(bench: Bench) -> None:
     """Block shapes of the delta rule."""
-    chosen = gdn._DeltaRuleShape.of
+    chosen = gdn.DeltaRuleShape.of
     try:
         for tokens in (1, 2048):
             for warps in (2, 4, 8):
-                shape = gdn._DeltaRuleShape(8, warps, tokens > 1)
-                gdn._DeltaRuleShape.of = lambda *_, shape=shape: shape
+                shape = gdn.DeltaRuleShape(8, warps, tokens > 1)
+                gdn.DeltaRuleShape.of = lambda *_, shape=shape: shape
                 name = f"delta_rule {warps} warps"
                 bench.measure_each(name, tokens, delta_bytes(tokens), delta_calls(bench, tokens))
                 bench.free()
     finally:
-        gdn._DeltaRuleShape.of = chosen
+        gdn.DeltaRuleShape.of = chosen
 
 
 def check() -> int:

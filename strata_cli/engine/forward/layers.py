@@ -46,6 +46,7 @@ from strata_cli.engine.kernels.attention_inputs import (
     attention_inputs,
     can_take_inputs,
 )
+from strata_cli.engine.kernels.attention_plan import AttendPlan
 from strata_cli.engine.kernels.combine_write import (
     can_write_few,
     combine_write_norm,
@@ -69,6 +70,19 @@ from strata_cli.engine.kernels.matmul_several import (
     Product,
     grouped_matmul_pair,
     matmul_several,
+)
+from strata_cli.engine.kernels.segments import (
+    Segments,
+    attend_segments,
+    can_attend_segments,
+    can_select_segments,
+    conv_segments,
+    delta_rule_segments,
+    ngram_conv_segments,
+    ngram_rows_segments,
+    pool_segments,
+    select_segments,
+    store_segments,
 )
 from strata_cli.engine.kernels.splitting import clear_rows, split_pairs
 from strata_cli.engine.kernels.weight import Weight
@@ -119,11 +133,28 @@ class Batch:
         segments: cover all rows, in order; each sequence once, or as many branches of it as one
             likes. Branches work on one room and on the same rows of K/V, one after the other.
         is_recorded: the pass goes into a graph. Then a second stream may work beside it.
+        table: in which kernels find all segments at once, int64 [L + 1, S, SEGMENT_WORDS]; None:
+            they come one after the other.
     """
 
     num_tokens: int
     segments: tuple[Segment, ...]
     is_recorded: bool = False
+    table: Tensor | None = None
+
+    @property
+    def last_position(self) -> int:
+        """The furthest that any segment will have come; where it begins is its sequence's."""
+        return max(s.state.position + s.stop - s.start for s in self.segments)
+
+    def together(self, index: int) -> Segments | None:
+        """All segments as a layer sees them, -1: the n-gram embedding; None: one by one."""
+        if self.table is None:
+            return None
+        index %= self.table.shape[0]
+        own = self.table.rows(index, index + 1)
+        counts = tuple(segment.stop - segment.start for segment in self.segments)
+        return Segments(own.reshape(*own.shape[1:]), counts)
 
 
 class LayerInput(NamedTuple):
@@ -296,7 +327,14 @@ class Forward:
             *(Product(weights.alpha, alpha), Product(weights.beta, beta)),
         )
         matmul_several(stream, y, products, rounded)
-        for segment in batch.segments:
+        num_keys, eps = self.spec.gdn_num_key_heads, self.spec.rms_eps
+        together = batch.together(index)
+        if together is not None:
+            conv_segments(stream, qkv, together, weights.conv, conv)
+            delta_rule_segments(
+                stream, conv, alpha, beta, weights.a, weights.dt, together, delta, num_keys, eps
+            )
+        for segment in () if together is not None else batch.segments:
             state = segment.gdn(index)
             part = slice(segment.start, segment.stop)
             gdn_kernels.causal_conv_silu(
@@ -311,12 +349,12 @@ class Forward:
                 weights.dt,
                 state.matrix,
                 _rows(delta, part),
-                self.spec.gdn_num_key_heads,
-                self.spec.rms_eps,
+                num_keys,
+                eps,
             )
         gated, out = take("gated", num), take("out", num)
         rounded = self._room_for_rounded(gated)
-        gdn_kernels.gated_norm(stream, delta, z, weights.norm, self.spec.rms_eps, gated, rounded)
+        gdn_kernels.gated_norm(stream, delta, z, weights.norm, eps, gated, rounded)
         matmul(stream, gated, weights.out, out, rounded)
         return out
 
@@ -355,7 +393,8 @@ class Forward:
                 queries, norm = take("index_q", num), weights.indexer.q_norm
                 rope.head_norm_rope(stream, raw, norm, table, positions, eps, queries)
         attended, out = take("attended", num), take("out", num)
-        for segment in batch.segments:
+        is_done = not is_together and self._attend_together(index, weights.indexer, batch)
+        for segment in () if is_done else batch.segments:
             state = segment.state.layers[index]
             assert isinstance(state, AttentionState)
             part = slice(segment.start, segment.stop)
@@ -386,6 +425,37 @@ class Forward:
             )
         matmul(stream, attended, weights.out, out, self._rounded(attended))
         return out
+
+    def _attend_together(self, index: int, weights: IndexerWeights, batch: Batch) -> bool:
+        """Enqueue attention of all segments at once; False where that would leave a GPU idle."""
+        segments, state = batch.together(index), batch.segments[0].state.layers[index]
+        if segments is None:
+            return False
+        assert isinstance(state, AttentionState)
+        num, ratio, eps = batch.num_tokens, self.spec.index_ratio[index], self.spec.rms_eps
+        take, sums = self.workspace.take, self.workspace.take_all("attend_sums")
+        stream, positions, q = self.stream, take("positions", num), take("q", num)
+        budget = self.spec.indexer_budget_tokens // ratio if ratio else 1
+        plan = AttendPlan.of(q, state.keys, budget, ratio, stream.shared_bytes, sums)
+        blocks = max(batch.last_position // ratio, 1) if ratio else 1
+        rows = min(num, self.workspace.take_all("block_scores").size // blocks)
+        can_select = not ratio or can_select_segments(self.spec.indexer_head_dim, rows, segments)
+        if not (can_select and can_attend_segments(plan, segments.counts)):
+            return False
+        index_keys = take("index_k", num) if ratio else None
+        store_segments(stream, take("k", num), take("v", num), index_keys, positions, segments)
+        selected = self.workspace.take_shaped("selected", num, budget)
+        num_selected = take("num_selected", num)
+        if ratio:
+            norm, table = weights.k_norm, self.weights.rope
+            pool_segments(stream, segments, positions, ratio, norm, table, eps)
+            scores = self.workspace.take_shaped("block_scores", rows, blocks)
+            chosen = (scores, selected, num_selected)
+            queries = take("index_q", num)
+            select_segments(stream, queries, segments, positions, ratio, *chosen)
+        own = (segments, positions, selected, num_selected, plan, take("attended", num))
+        attend_segments(stream, q, take("q_gate", num), *own)
+        return True
 
     def _take_inputs(
         self, weights: AttentionWeights, ratio: int, state: AttentionState, part: slice
@@ -648,17 +718,14 @@ class Forward:
         take, num, stream = self.workspace.take, batch.num_tokens, self.stream
         spec, eps = weights.spec, self.spec.rms_eps
         ids, rows = take("ids", num), take("ngram_rows", num)
-        for segment in batch.segments:
+        together = batch.together(-1)
+        hashes = (weights.multipliers, weights.offsets, weights.sizes, spec.eos_token_id)
+        if together is not None:
+            ngram_rows_segments(stream, ids, together, *hashes, rows)
+        for segment in () if together is not None else batch.segments:
             part = slice(segment.start, segment.stop)
             ngram.ngram_rows(
-                stream,
-                _rows(ids, part),
-                segment.history(),
-                weights.multipliers,
-                weights.offsets,
-                weights.sizes,
-                spec.eos_token_id,
-                _rows(rows, part),
+                stream, _rows(ids, part), segment.history(), *hashes, _rows(rows, part)
             )
         embedding, key = take("ngram_embedding", num), take("ngram_key", num)
         value, gated = take("ngram_value", num), take("ngram_gated", num)
@@ -667,7 +734,10 @@ class Forward:
         matmul(stream, embedding, weights.key, key, rounded)
         matmul(stream, embedding, weights.value, value, rounded)
         ngram.ngram_gate(stream, key, value, x, weights.norm_key, weights.norm_query, eps, gated)
-        for segment in batch.segments:
+        if together is not None:
+            conv = (weights.conv, spec.max_n, eps)
+            ngram_conv_segments(stream, gated, weights.norm_conv, together, *conv, x)
+        for segment in () if together is not None else batch.segments:
             part = slice(segment.start, segment.stop)
             ngram.ngram_conv(
                 stream,

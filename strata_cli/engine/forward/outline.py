@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from strata_cli.engine.forward.feeding import (
 from strata_cli.engine.forward.fetching import Fetcher, FetchSizes
 from strata_cli.engine.forward.layers import Batch, Forward, Segment
 from strata_cli.engine.forward.placing import Placement, place_weights
-from strata_cli.engine.forward.state import new_state
+from strata_cli.engine.forward.state import SequenceState, new_state
 from strata_cli.engine.forward.workspace import Workspace
 from strata_cli.engine.kernels.splitting import SlotRange
 from strata_cli.engine.kernels.weight import WeightLayout
@@ -131,11 +131,19 @@ class Outline:
             split = Split(SlotRange(0, 1), share, self._spec.num_experts_per_tok)
             one = ResidentFeed(self._cached, self._spec.num_experts_per_tok, split)
             forward.run(Batch(1, (Segment(state, 0, 1),)), feed=one)
+        if sizes.chunk_tokens > 1:
+            batch = self._two_segments(state)
+            forward.run(replace(batch, table=workspace.segments(2)))
         # A few tokens behind many share the work of attention in another way.
         num_tokens = min(SUFFIX_TOKENS, sizes.chunk_tokens)
         state.ids.extend([0] * (sizes.context_tokens - num_tokens))
         forward.run(Batch(num_tokens, (Segment(state, 0, num_tokens),)))
         yield from self._paper.kernels
+
+    def _two_segments(self, state: SequenceState) -> Batch:
+        """A pass as large as they come, over two sequences."""
+        num, half = self.sizes.chunk_tokens, self.sizes.chunk_tokens // 2
+        return Batch(num, (Segment(state, 0, half), Segment(state, half, num)))
 
     def _fetcher(self, stream: Stream) -> Fetcher | None:
         if self._cached is None:

@@ -31,6 +31,8 @@ class RowPort:
         self._positions = Tensor.over(self._inputs, (rows,), np.int32, 4 * rows)
         self._outputs = device.allocate_pinned(4 * vocab * workspace.logit_rows)
         self._logits = Tensor.over(self._outputs, (workspace.logit_rows, vocab), np.float32)
+        table = workspace.segments(workspace.most_segments)
+        self._tables = device.allocate_pinned(table.nbytes)
         self._inputs_read: Event = device.event()
         self._is_marked = True
 
@@ -54,6 +56,21 @@ class RowPort:
         self._stream.copy(self._workspace.take("ids", num), self._ids.rows(0, num))
         self._stream.copy(self._workspace.take("positions", num), self._positions.rows(0, num))
 
+    def enqueue_segments(self, rows: NDArray[np.int64]) -> Tensor:
+        """Enqueue the copy of a table of segments to the workspace, behind stage().
+
+        Args:
+            rows: as segment_rows() makes them.
+
+        Returns:
+            Where they will be.
+        """
+        staged = Tensor.over(self._tables, rows.shape, np.int64)
+        staged.numpy()[:] = rows
+        table = self._workspace.segments(rows.shape[1])
+        self._stream.copy(table, staged)
+        return table
+
     def mark_inputs(self) -> None:
         """Record that everything enqueued so far must run before staging is rewritten."""
         self._stream.record(self._inputs_read)
@@ -72,6 +89,7 @@ class RowPort:
         """Gives the pinned memory back. Safe to call twice."""
         self._inputs_read.close()
         self._inputs.close()
+        self._tables.close()
         self._outputs.close()
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.device.transfer import download, upload
+from strata_cli.engine.forward.snapshots import Lease, SnapshotRoom
 from strata_cli.engine.kernels.attention import cache_type
 from strata_cli.engine.kernels.hash import FNV_OFFSET, fnv1a64
 from strata_cli.engine.model.ngram_spec import NgramSpec
@@ -62,11 +63,13 @@ class Snapshot:
         ids: every token read so far; restoring needs the live K/V to hold the same ones.
         running: copies of the running-state tensors, in SequenceState.running order.
         is_exact: whether these copies are; the live K/V must be exact too where they are restored.
+        lease: of the memory that they are in; None: they have memory of their own.
     """
 
     ids: tuple[int, ...]
     running: tuple[NDArray[Any], ...]
     is_exact: bool = True
+    lease: Lease | None = field(default=None, repr=False, compare=False)
 
     @property
     def position(self) -> int:
@@ -143,6 +146,12 @@ class SequenceState:
     exact_rows: int = 0
     is_exact: bool = True
     is_consistent: bool = True
+    _room: SnapshotRoom = field(init=False, repr=False)
+    _addresses: NDArray[np.int64] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Have a place for snapshots."""
+        self._room = SnapshotRoom(self.device, self.stream)
 
     @property
     def position(self) -> int:
@@ -158,6 +167,25 @@ class SequenceState:
         if self.ngram is not None:
             yield self.ngram.history
             yield self.ngram.conv
+
+    def addresses(self) -> NDArray[np.int64]:
+        """Where each layer's tensors lie, and last the n-gram embedding's: [L + 1, 4].
+
+        Of a running state its two, of a cache its four in the order of AttentionState; else 0.
+        """
+        if self._addresses is None:
+            found = np.zeros((len(self.layers) + 1, 4), np.int64)
+            for index, layer in enumerate(self.layers):
+                tensors = (
+                    (layer.conv, layer.matrix)
+                    if isinstance(layer, GdnState)
+                    else (layer.keys, layer.values, layer.index_keys, layer.pooled)
+                )
+                found[index, : len(tensors)] = [tensor.address for tensor in tensors]
+            if self.ngram is not None:
+                found[-1, :2] = self.ngram.history.address, self.ngram.conv.address
+            self._addresses = found
+        return self._addresses
 
     def require_consistent(self) -> None:
         """Refuse to go on after a pass that was cut off halfway.
@@ -224,8 +252,8 @@ class SequenceState:
 
     def snapshot(self) -> Snapshot:
         """Copy the running state to host memory. Waits for the stream."""
-        parts = tuple(download(self.device, self.stream, tensor) for tensor in self.running())
-        return Snapshot(tuple(self.ids), parts, self.is_exact)
+        parts, lease = self._room.copy([*self.running()])
+        return Snapshot(tuple(self.ids), parts, self.is_exact, lease)
 
     def can_restore(self, snapshot: Snapshot) -> bool:
         """True while the live K/V rows are those of the snapshot's tokens."""
@@ -272,6 +300,7 @@ class SequenceState:
         if self.ngram is not None:
             self.ngram.history.buffer.close()
             self.ngram.conv.buffer.close()
+        self._room.close()
 
 
 def new_state(

@@ -18,11 +18,13 @@ from strata_cli.engine.device.base import Buffer, Device, Tensor
 from strata_cli.engine.kernels.attention_plan import attend_scratch_floats
 from strata_cli.engine.kernels.inject import inject_parts
 from strata_cli.engine.kernels.matmul import FEW_TOKENS
+from strata_cli.engine.kernels.segments import SEGMENT_WORDS
 from strata_cli.engine.kernels.splitting import EXTRA_PLACES
 from strata_cli.engine.model.spec import ModelSpec
 
 ALIGNMENT_BYTES = 256
 USUAL_FLOATS = 1 << 22  # of scratch whose size changes speed only
+MOST_SEGMENTS = 512  # that a pass takes together
 ROUTED_ROWS = 32  # most tokens of a pass that leaves behind what all its layers were routed to
 
 
@@ -87,6 +89,9 @@ _OF_PART: dict[Part, tuple[str, ...]] = {
         "block_scores",
         "attend_sums",
         "attended",
+        "branch_keys",
+        "branch_values",
+        "branch_pooled",
     ),
     Part.EXPERTS: (
         "router",
@@ -155,6 +160,10 @@ def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scra
         Scratch("block_scores", _score_floats(spec), ()),
         Scratch("attend_sums", _attend_floats(spec, num_tokens), ()),
         Scratch("attended", t, (heads * spec.head_dim,)),
+        Scratch("branch_keys", t, (kv * spec.head_dim,), np.float16),
+        Scratch("branch_values", t, (kv * spec.head_dim,), np.float16),
+        Scratch("branch_pooled", t, (spec.indexer_head_dim,)),
+        Scratch("segments", (spec.num_layers + 1) * most_segments(t), (SEGMENT_WORDS,), np.int64),
         Scratch("router", t, (spec.num_experts,)),
         Scratch("expert_ids", t, (spec.num_experts_per_tok,), i32),
         Scratch("routed", spec.num_layers, (min(t, ROUTED_ROWS), spec.num_experts_per_tok), i32),
@@ -182,6 +191,11 @@ def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scra
             Scratch("ngram_gated", t, (wide,)),
         ]
     return [replace(scratch, part=_PART_OF.get(scratch.name)) for scratch in plan]
+
+
+def most_segments(num_tokens: int) -> int:
+    """Segments that a pass of at most so many tokens may take together."""
+    return min(num_tokens, MOST_SEGMENTS)
 
 
 def lay_out(plan: Sequence[Scratch]) -> tuple[list[int], int]:
@@ -258,6 +272,16 @@ class Workspace:
     def numbers(self, count: int) -> Tensor:
         """0, 1, … count-1 as int32, for products whose rows are already in order."""
         return Tensor.over(self._numbers, (count,), np.int32)
+
+    @property
+    def most_segments(self) -> int:
+        """That a pass may take together."""
+        return most_segments(self.num_tokens)
+
+    def segments(self, count: int) -> Tensor:
+        """The table of so many segments, int64 [L + 1, count, SEGMENT_WORDS]."""
+        layers = self._tensors["segments"].shape[0] // self.most_segments
+        return self.take_shaped("segments", layers, count, SEGMENT_WORDS)
 
     def take(self, name: str, rows: int) -> Tensor:
         """The first rows of a scratch tensor; contents undefined where its part begins."""

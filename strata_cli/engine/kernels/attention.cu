@@ -2,21 +2,37 @@
 //   T tokens, H query heads, KV key/value heads (H / KV query heads share one), N head width
 #include "attention.cuh"
 #include "overlap.cuh"
+#include "segments.cuh"
+
+// A row of floats to its place, 4 by a thread.
+__device__ inline void store_row(const float *src, float *to, long long width) {
+    const long long first = 4 * (blockIdx.y * static_cast<long long>(blockDim.x) + threadIdx.x);
+    if (first >= width) return;
+    if (is_wide(width, src, to)) {
+        store4(to + first, load4(src + first));
+    } else {
+        for (long long i = first; i < min(first + 4, width); i++) to[i] = src[i];
+    }
+}
 
 // store_rows: cache[positions[t]] = src[t]
 //   src [T,W] f32, positions [T] i32, cache [context,W] f32; grid (T, W / (4 * block))
 extern "C" __global__ void store_rows(const float *src, const int *positions, float *cache,
                                       long long width) {
     start_early();
-    const long long first = 4 * (blockIdx.y * static_cast<long long>(blockDim.x) + threadIdx.x);
-    if (first >= width) return;
-    src += blockIdx.x * width;
-    cache += positions[blockIdx.x] * width;
-    if (is_wide(width, src, cache)) {
-        store4(cache + first, load4(src + first));
-    } else {
-        for (long long i = first; i < min(first + 4, width); i++) cache[i] = src[i];
-    }
+    store_row(src + blockIdx.x * width, cache + positions[blockIdx.x] * width, width);
+}
+
+// store_rows_segments: index keys of each segment to its cache; nothing where they already lie
+// there; grid (rows of the longest, W / (4 * block), segments)
+extern "C" __global__ void store_rows_segments(const float *src, const int *positions,
+                                               const CachedSegment *segments, long long width) {
+    start_early();
+    const CachedSegment own = segments[blockIdx.z];
+    if (blockIdx.x >= own.count) return;
+    const long long row = own.first + blockIdx.x;
+    float *to = own.own.index_keys + positions[row] * width;
+    if (to != src + row * width) store_row(src + row * width, to, width);
 }
 
 // store_kv: rows of keys and values to their positions of the cache, as f16
@@ -24,12 +40,9 @@ extern "C" __global__ void store_rows(const float *src, const int *positions, fl
 //   grid (T*KV / warps), a warp per token and head; moves 12 * T*KV*N bytes. Blocks of attention
 //   multiply values that a token does not see by zero. So they must be numbers: where one is not,
 //   the key of its row is made not a number instead, and only who sees the row gets none.
-extern "C" __global__ void store_kv(const float *k, const float *v, const int *positions,
-                                    unsigned short *keys, unsigned short *values,
-                                    long long num_tokens, long long num_kv_heads, long long dim) {
-    start_early();
-    const long long row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (row >= num_tokens * num_kv_heads) return;
+__device__ inline void store_head(const float *k, const float *v, const int *positions,
+                                  unsigned short *keys, unsigned short *values, long long row,
+                                  long long num_kv_heads, long long dim) {
     const int lane = threadIdx.x & 31;
     const long long position = positions[row / num_kv_heads];
     const long long at = (position * num_kv_heads + row % num_kv_heads) * dim;
@@ -78,6 +91,27 @@ extern "C" __global__ void store_kv(const float *k, const float *v, const int *p
         keys[at + d] = is_number ? half_of(k[row * dim + d]) : 0x7fff;
 }
 
+extern "C" __global__ void store_kv(const float *k, const float *v, const int *positions,
+                                    unsigned short *keys, unsigned short *values,
+                                    long long num_tokens, long long num_kv_heads, long long dim) {
+    start_early();
+    const long long row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row < num_tokens * num_kv_heads)
+        store_head(k, v, positions, keys, values, row, num_kv_heads, dim);
+}
+
+// store_kv_segments: each segment's to its cache; grid (rows of the longest * KV / warps, segments)
+extern "C" __global__ void store_kv_segments(const float *k, const float *v, const int *positions,
+                                             const CachedSegment *segments, long long num_kv_heads,
+                                             long long dim) {
+    start_early();
+    const CachedSegment own = segments[blockIdx.y];
+    const long long row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row < own.count * num_kv_heads)
+        store_head(k, v, positions, own.own.keys, own.own.values, own.first * num_kv_heads + row,
+                   num_kv_heads, dim);
+}
+
 constexpr int MOST_TOKENS = 32;  // of a block
 
 // A block's shared memory. Rows are (token, head) pairs. STAGES of K and V: 2, and the copies of
@@ -118,11 +152,18 @@ struct Sums {
     }
 };
 
-template <int DIM, int WARPS, int STAGES>
+// One of the two halves of a cache, and how far away its rows that lie elsewhere are.
+struct Half {
+    const unsigned short *cache;
+    Elsewhere elsewhere;
+};
+
+template <int DIM, int WARPS, int STAGES, bool SPLIT>
 struct Block {
     using Memory = Shared<DIM, WARPS, STAGES>;
     const Attention &all;
     Memory &shared;
+    Half keys, values;
     long long first_token, kv_head;
     int first_head, heads;  // of the group
     int tokens;             // rows are tokens x heads
@@ -182,12 +223,12 @@ struct Block {
         __syncthreads();
     }
 
-    __device__ void load(TileRow<DIM> *tile, const unsigned short *cache, int unit, int turn) {
+    __device__ void load(TileRow<DIM> *tile, const Half &half, int unit, int turn) {
         const int part = shared.parts[turn];
-        load_part<DIM, 32 * WARPS>(tile, cache + kv_head * all.dim, all.num_kv_heads * all.dim,
-                                   static_cast<int>(all.dim), unit * UNIT + part,
-                                   shared.seen_by_any[2 * part], shared.seen_by_any[2 * part + 1],
-                                   wide);
+        load_part<DIM, 32 * WARPS, SPLIT>(tile, half.cache + kv_head * all.dim,
+                                          all.num_kv_heads * all.dim, static_cast<int>(all.dim),
+                                          unit * UNIT + part, shared.seen_by_any[2 * part],
+                                          shared.seen_by_any[2 * part + 1], wide, half.elsewhere);
         commit_copies();
     }
 
@@ -266,20 +307,20 @@ struct Block {
     __device__ void add_parts(Sums<DIM> &sums, int unit) {
         const int num_parts = shared.num_parts;
         if (STAGES == 2) {
-            load(shared.keys(0), all.keys, unit, 0);
-            load(shared.values(0), all.values, unit, 0);
+            load(shared.keys(0), keys, unit, 0);
+            load(shared.values(0), values, unit, 0);
         }
         for (int turn = 0; turn < num_parts; turn++) {
             if (STAGES < 2) {
                 __syncthreads();
-                load(shared.keys(0), all.keys, unit, turn);
-                if (STAGES == 1) load(shared.values(0), all.values, unit, turn);
+                load(shared.keys(0), keys, unit, turn);
+                if (STAGES == 1) load(shared.values(0), values, unit, turn);
             }
             wait_copies<0>();
             __syncthreads();
             if (STAGES == 2 && turn + 1 < num_parts) {
-                load(shared.keys(turn + 1), all.keys, unit, turn + 1);
-                load(shared.values(turn + 1), all.values, unit, turn + 1);
+                load(shared.keys(turn + 1), keys, unit, turn + 1);
+                load(shared.values(turn + 1), values, unit, turn + 1);
             }
             unsigned weights[4][4];
             float largest[2];
@@ -290,7 +331,7 @@ struct Block {
             }
             if (STAGES == 0) {
                 __syncthreads();
-                load(shared.values(0), all.values, unit, turn);
+                load(shared.values(0), values, unit, turn);
                 wait_copies<0>();
                 __syncthreads();
             }
@@ -314,40 +355,31 @@ struct Block {
     }
 };
 
-// attend: a tile of tokens and the query heads that share a key head, per block; all positions, or
-// one unit of them, for join_units to go on with
-//   q [T,H,N] f32, gate [T,H,2N] f32 (the second half of a head), keys, values [context,KV*N] f16,
-//   positions [T] i32, selected [T,budget] i32, num_selected [T] i32 -> out [T,H*N] f32; between
-//   units, out holds the sums so far. Where CUT: sums [T,units,H,N], then largest score and sum of
-//   weights [T,units,H,2] f32
-//   grid (KV * (H / KV / heads), T / tokens, 1 or units), block 32 * WARPS, shared Shared<...>
-//   limit: 4 * H*N float operations per token and position of any part that the tile sees, on
-//   tensor cores; the cache's parts, 4 * KV*N bytes a position, from the L2 cache once per tile
-template <int DIM, int WARPS, int STAGES, bool CUT>
-__global__ void __launch_bounds__(32 * WARPS, 1)
-    attend(const float *q, const float *gate, const unsigned short *keys,
-           const unsigned short *values, const int *positions, const int *selected,
-           const int *num_selected, long long ratio, float *sums, float *out, long long num_tokens,
-           long long num_heads, long long num_kv_heads, long long dim, long long budget,
-           long long heads, long long tokens) {
-    start_early();
+// Which block of query heads that share a key head, of so many heads each.
+template <int DIM, int WARPS, int STAGES, bool SPLIT>
+__device__ inline Block<DIM, WARPS, STAGES, SPLIT> block_of(const Attention &all, long long heads) {
     extern __shared__ __align__(16) unsigned char memory[];
     auto &shared = *reinterpret_cast<Shared<DIM, WARPS, STAGES> *>(memory);
-    const Attention all = {q,         gate,         keys,         values,
-                           positions, selected,     num_selected, ratio,
-                           num_heads, num_kv_heads, dim,          budget};
     const int chunks = (all.group() + static_cast<int>(heads) - 1) / static_cast<int>(heads);
-    Block<DIM, WARPS, STAGES> block = {all, shared};
+    Block<DIM, WARPS, STAGES, SPLIT> block = {all, shared, {all.keys, {}}, {all.values, {}}};
     block.kv_head = blockIdx.x / chunks;
     block.first_head = blockIdx.x % chunks * static_cast<int>(heads);
     block.heads = min(static_cast<int>(heads), all.group() - block.first_head);
-    // Late tokens cost most: they go first.
-    block.first_token = (gridDim.y - 1 - blockIdx.y) * tokens;
-    block.tokens = static_cast<int>(min(num_tokens - block.first_token, tokens));
     block.wide = all.is_cache_wide();
+    return block;
+}
+
+// The work of a block whose tokens are set.
+template <bool CUT, int DIM, int WARPS, int STAGES, bool SPLIT>
+__device__ inline void attend_tile(Block<DIM, WARPS, STAGES, SPLIT> &block, float *sums, float *out,
+                                   long long num_tokens) {
+    const Attention &all = block.all;
+    auto &shared = block.shared;
+    const float *gate = all.gate;
+    const long long num_heads = all.num_heads, dim = all.dim;
     int stop = 0;
     for (int token = 0; token < block.tokens; token++)
-        stop = max(stop, positions[block.first_token + token] + 1);
+        stop = max(stop, all.positions[block.first_token + token] + 1);
     const int end = (stop + UNIT_POSITIONS - 1) / UNIT_POSITIONS;
     block.load_queries();
     const int width = static_cast<int>(dim);
@@ -419,4 +451,57 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
                 store_pair(row, column, width, even, make_float2(a, b));
             });
     }
+}
+
+// attend: a tile of tokens and the query heads that share a key head, per block; all positions, or
+// one unit of them, for join_units to go on with
+//   q [T,H,N] f32, gate [T,H,2N] f32 (the second half of a head), keys, values [context,KV*N] f16,
+//   positions [T] i32, selected [T,budget] i32, num_selected [T] i32 -> out [T,H*N] f32; between
+//   units, out holds the sums so far. Where CUT: sums [T,units,H,N], then largest score and sum of
+//   weights [T,units,H,2] f32
+//   grid (KV * (H / KV / heads), T / tokens, 1 or units), block 32 * WARPS, shared Shared<...>
+//   limit: 4 * H*N float operations per token and position of any part that the tile sees, on
+//   tensor cores; the cache's parts, 4 * KV*N bytes a position, from the L2 cache once per tile
+template <int DIM, int WARPS, int STAGES, bool CUT>
+__global__ void __launch_bounds__(32 * WARPS, 1)
+    attend(const float *q, const float *gate, const unsigned short *keys,
+           const unsigned short *values, const int *positions, const int *selected,
+           const int *num_selected, long long ratio, float *sums, float *out, long long num_tokens,
+           long long num_heads, long long num_kv_heads, long long dim, long long budget,
+           long long heads, long long tokens) {
+    start_early();
+    const Attention all = {q,         gate,         keys,         values,
+                           positions, selected,     num_selected, ratio,
+                           num_heads, num_kv_heads, dim,          budget};
+    auto block = block_of<DIM, WARPS, STAGES, false>(all, heads);
+    // Late tokens cost most: they go first.
+    block.first_token = (gridDim.y - 1 - blockIdx.y) * tokens;
+    block.tokens = static_cast<int>(min(num_tokens - block.first_token, tokens));
+    attend_tile<CUT>(block, sums, out, num_tokens);
+}
+
+// attend_segments: each segment over its cache, all positions of a tile
+//   arguments as attend's, of all rows
+//   grid (KV * (H / KV / heads), rows of the longest / tokens, segments)
+template <int DIM, int WARPS, int STAGES>
+__global__ void __launch_bounds__(32 * WARPS, 1)
+    attend_segments(const float *q, const float *gate, const CachedSegment *segments,
+                    const int *positions, const int *selected, const int *num_selected,
+                    long long ratio, float *out, long long num_heads, long long num_kv_heads,
+                    long long dim, long long budget, long long heads, long long tokens) {
+    start_early();
+    const CachedSegment own = segments[blockIdx.z];
+    const long long before = (gridDim.y - 1 - blockIdx.y) * tokens;
+    if (before >= own.count) return;
+    const Attention all = {q,        gate,         own.ahead.keys, own.ahead.values, positions,
+                           selected, num_selected, ratio,          num_heads,        num_kv_heads,
+                           dim,      budget};
+    auto block = block_of<DIM, WARPS, STAGES, true>(all, heads);
+    const int first = static_cast<int>(own.position);
+    block.keys.elsewhere = {first, own.own.keys - own.ahead.keys};
+    block.values.elsewhere = {first, own.own.values - own.ahead.values};
+    block.wide = block.wide && all.is_wide_cache(own.own.keys, own.own.values);
+    block.first_token = own.first + before;
+    block.tokens = static_cast<int>(min(own.count - before, tokens));
+    attend_tile<false>(block, nullptr, out, 0);
 }

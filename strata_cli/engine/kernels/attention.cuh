@@ -35,9 +35,11 @@ struct Attention {
     __device__ float scale() const { return 1.4426950408889634f / sqrtf(static_cast<float>(dim)); }
 
     // True when rows of the cache can be copied 16 bytes at a time.
-    __device__ bool is_cache_wide() const {
-        const unsigned long long bits = reinterpret_cast<unsigned long long>(keys) |
-                                        reinterpret_cast<unsigned long long>(values);
+    __device__ bool is_cache_wide() const { return is_wide_cache(keys, values); }
+
+    __device__ bool is_wide_cache(const unsigned short *k, const unsigned short *v) const {
+        const unsigned long long bits =
+            reinterpret_cast<unsigned long long>(k) | reinterpret_cast<unsigned long long>(v);
         return dim % 8 == 0 && (bits & 15) == 0;
     }
 };
@@ -78,19 +80,30 @@ __device__ inline uint4 some_of_row(const unsigned short *row, int count) {
     return make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
 }
 
+// Where SPLIT: rows of positions from `first` on lie so many f16 behind their usual place.
+struct Elsewhere {
+    int first = 0;
+    long long distance = 0;
+};
+
 // Start copying a part's rows of the cache, those of the positions in the bits; zeros elsewhere.
-template <int DIM, int THREADS>
+template <int DIM, int THREADS, bool SPLIT = false>
 __device__ inline void load_part(TileRow<DIM> *tile, const unsigned short *cache, long long stride,
-                                 int dim, int part, unsigned low, unsigned high, bool wide) {
+                                 int dim, int part, unsigned low, unsigned high, bool wide,
+                                 const Elsewhere &elsewhere = {}) {
     constexpr int CHUNKS = DIM / 8, STEP = THREADS / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
     const int count = min(dim - 8 * chunk, 8);
     const unsigned short *source = cache + (part * PART + first) * stride + 8 * chunk;
+    const auto at = [&](int row, const unsigned short *usual) {
+        if constexpr (!SPLIT) return usual;
+        return part * PART + row < elsewhere.first ? usual : usual + elsewhere.distance;
+    };
     if (wide) {
 #pragma unroll 4
         for (int row = first; row < PART; row += STEP, source += STEP * stride) {
             if (count > 0 && (row < 32 ? low : high) >> (row & 31) & 1) {
-                copy_async(chunk_at(tile, row, chunk), source);
+                copy_async(chunk_at(tile, row, chunk), at(row, source));
             } else {
                 *chunk_at(tile, row, chunk) = make_uint4(0, 0, 0, 0);
             }
@@ -99,7 +112,7 @@ __device__ inline void load_part(TileRow<DIM> *tile, const unsigned short *cache
 #pragma unroll 1
         for (int row = first; row < PART; row += STEP, source += STEP * stride) {
             const bool is_seen = (row < 32 ? low : high) >> (row & 31) & 1;
-            *chunk_at(tile, row, chunk) = some_of_row(source, is_seen ? count : 0);
+            *chunk_at(tile, row, chunk) = some_of_row(at(row, source), is_seen ? count : 0);
         }
     }
 }

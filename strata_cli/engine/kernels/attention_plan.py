@@ -7,6 +7,7 @@ tokens, one part of one token's. A second launch then joins the units or parts i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -179,6 +180,26 @@ class AttendPlan:
     def units(self, step: Step) -> Launch:
         """One unit of a tile per thread block."""
         return self._tiles(step.last - step.first, self._num_units, items=1, grain=1)
+
+    def num_tile_blocks(self, counts: Sequence[int]) -> int:
+        """Thread blocks that take whole tiles of segments of so many tokens."""
+        tiles = sum(blocks(count, self._tile_tokens) for count in counts)
+        return self._groups(self._tile_heads) * tiles
+
+    def segments(self, counts: Sequence[int]) -> Launch:
+        """All positions of each token, segments of so many tokens side by side."""
+        return Launch(
+            items=1,
+            grid=(
+                self._groups(self._tile_heads),
+                blocks(max(counts), self._tile_tokens),
+                len(counts),
+            ),
+            block=(32 * self.tile.warps, 1, 1),
+            shared_bytes=self.tile.shared_bytes(self.padded_dim),
+            extents=(*self._extents(self._tile_heads), self._tile_tokens),
+            early=True,
+        )
 
     def parts(self, step: Step) -> Launch:
         """Few parts of a token per thread block."""

@@ -6,6 +6,7 @@
 #include "mma.cuh"
 #include "overlap.cuh"
 #include "pairs.cuh"
+#include "segments.cuh"
 #include "special.cuh"
 
 // causal_conv_silu: out[t] = silu(sum over taps j, in order, of weight[j] * row t - (TAPS-1) + j)
@@ -13,9 +14,9 @@
 //   grid (C / block, T / rows), a thread per channel and run of rows >= TAPS - 1
 //   moves 8 * T*C bytes. Only the first run reads the history, and its threads rewrite it.
 template <int TAPS>
-__global__ void causal_conv_silu(const float *u, float *history, const float *weight, float *out,
-                                 long long num_tokens, long long channels, long long rows) {
-    start_early();
+__device__ inline void convolve(const float *u, const float *history, float *history_to,
+                                const float *weight, float *out, long long num_tokens,
+                                long long channels, long long rows) {
     constexpr int PAST = TAPS - 1, AT_ONCE = 8;
     const long long channel = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
     if (channel >= channels) return;
@@ -46,7 +47,7 @@ __global__ void causal_conv_silu(const float *u, float *history, const float *we
             out[(start + i) * channels + channel] = silu_fast(total);
         }
     }
-    if (blockIdx.y == 0) {
+    if (blockIdx.y == 0 && history_to != nullptr) {
         float last[PAST];  // all loaded before any is overwritten
 #pragma unroll
         for (int j = 0; j < PAST; j++) {
@@ -54,8 +55,29 @@ __global__ void causal_conv_silu(const float *u, float *history, const float *we
             last[j] = t < 0 ? history[(t + PAST) * channels + channel] : u[t * channels + channel];
         }
 #pragma unroll
-        for (int j = 0; j < PAST; j++) history[j * channels + channel] = last[j];
+        for (int j = 0; j < PAST; j++) history_to[j * channels + channel] = last[j];
     }
+}
+
+template <int TAPS>
+__global__ void causal_conv_silu(const float *u, float *history, const float *weight, float *out,
+                                 long long num_tokens, long long channels, long long rows) {
+    start_early();
+    convolve<TAPS>(u, history, history, weight, out, num_tokens, channels, rows);
+}
+
+// causal_conv_silu_segments: each segment by itself, from and to the first parts of its running
+// state; grid (C / block, rows of the longest / rows, segments)
+template <int TAPS>
+__global__ void causal_conv_silu_segments(const float *u, const RunningSegment *segments,
+                                          const float *weight, float *out, long long channels,
+                                          long long rows) {
+    start_early();
+    const RunningSegment own = segments[blockIdx.z];
+    if (blockIdx.y * rows >= own.count) return;
+    const long long begin = own.first * channels;
+    convolve<TAPS>(u + begin, own.history, own.history_to, weight, out + begin, own.count, channels,
+                   rows);
 }
 
 constexpr int STEPS = 16;   // tokens staged in shared memory at a time
@@ -199,11 +221,10 @@ struct Slice {
 //   keys and queries from shared memory take as long. For one token, the state read and written:
 //   8 * N*N*nv bytes
 template <int KEYS, int WARPS, bool PREPARED>
-__global__ void delta_rule(const float *c, const float *alpha, const float *beta, const float *a,
-                           const float *dt, float *state, float *out, float eps,
-                           long long num_tokens, long long num_keys, long long num_values,
-                           long long dim) {
-    start_early();
+__device__ inline void go_through(const float *c, const float *alpha, const float *beta,
+                                  const float *a, const float *dt, const float *state,
+                                  float *state_to, float *out, float eps, long long num_tokens,
+                                  long long num_keys, long long num_values, long long dim) {
     constexpr int WIDTH = WARPS * WARP_COLUMNS, DIM = KEYS * SLICES;
     extern __shared__ __align__(16) unsigned char shared[];
     Batch<DIM, WIDTH> *batches = reinterpret_cast<Batch<DIM, WIDTH> *>(shared);
@@ -226,7 +247,8 @@ __global__ void delta_rule(const float *c, const float *alpha, const float *beta
     rows.stage(batches[0], 0, static_cast<int>(min(num_tokens, (long long)STEPS)));
 
     float s[KEYS][COLUMNS];
-    state += head * dim * dim + first_column + column;
+    const long long corner = head * dim * dim + first_column + column;
+    state += corner;
 #pragma unroll
     for (int i = 0; i < KEYS; i++) {
         const int key = Slice<KEYS>::key(i);
@@ -243,7 +265,7 @@ __global__ void delta_rule(const float *c, const float *alpha, const float *beta
     }
 
     // The rates of a batch are loaded by its first threads, one token each, a batch ahead.
-    const float own_a = a[head], own_dt = dt[head];
+    const float own_a = PREPARED ? 0.0f : a[head], own_dt = PREPARED ? 0.0f : dt[head];
     float next_alpha = 0.0f, next_beta = 0.0f;
     const auto load_rates = [&](long long token) {
         if (threadIdx.x >= STEPS || token >= num_tokens) return;
@@ -315,13 +337,39 @@ __global__ void delta_rule(const float *c, const float *alpha, const float *beta
         for (int j = 0; j < COLUMNS; j++) answered[j] = fmaf(s[i][j], q.of[i], answered[j]);
     const float folded = fold_each(none, answered);
     if (writes) *answer = folded;
+    if (state_to == nullptr) return;
+    state_to += corner;
 #pragma unroll
     for (int i = 0; i < KEYS; i++) {
         const int key = Slice<KEYS>::key(i);
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
-            if (key < dim && j < valid) state[key * dim + j] = s[i][j];
+            if (key < dim && j < valid) state_to[key * dim + j] = s[i][j];
     }
+}
+
+template <int KEYS, int WARPS, bool PREPARED>
+__global__ void delta_rule(const float *c, const float *alpha, const float *beta, const float *a,
+                           const float *dt, float *state, float *out, float eps,
+                           long long num_tokens, long long num_keys, long long num_values,
+                           long long dim) {
+    start_early();
+    go_through<KEYS, WARPS, PREPARED>(c, alpha, beta, a, dt, state, state, out, eps, num_tokens,
+                                      num_keys, num_values, dim);
+}
+
+// delta_rule_segments: each segment by itself, all of them prepared, from and to the second parts
+// of its running state; grid (N / (4 * WARPS), nv, segments)
+template <int KEYS, int WARPS>
+__global__ void delta_rule_segments(const float *c, const float *decay, const float *rate,
+                                    const RunningSegment *segments, float *out, long long num_keys,
+                                    long long num_values, long long dim) {
+    start_early();
+    const RunningSegment own = segments[blockIdx.z];
+    const long long row = own.first * num_values;
+    go_through<KEYS, WARPS, true>(c + own.first * (2 * num_keys + num_values) * dim, decay + row,
+                                  rate + row, nullptr, nullptr, own.state, own.state_to,
+                                  out + row * dim, 0.0f, own.count, num_keys, num_values, dim);
 }
 
 constexpr int STEP_COLUMNS = 32;  // of the state, per block of delta_step

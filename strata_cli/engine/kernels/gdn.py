@@ -135,16 +135,9 @@ def delta_rule(
         )
         stream.launch(_delta_step_kernel(dim // SLICES), step, *arguments)
         return
-    shape = _DeltaRuleShape.of(num_tokens, dim)
+    shape = DeltaRuleShape.of(num_tokens, dim)
     if shape.is_prepared and stream.shared_bytes:
-        prepare = Launch(
-            items=1,
-            grid=(blocks(num_tokens * num_key_heads, THREADS // 16), 1, 1),
-            block=(THREADS, 1, 1),
-            extents=(num_tokens, num_key_heads, num_values, dim),
-            early=True,
-        )
-        stream.launch(PREPARE_DELTA_RULE, prepare, c, alpha, beta, a, dt, eps)
+        prepare_delta_rule(stream, c, alpha, beta, a, dt, num_key_heads, dim, eps)
     launch = Launch(
         items=num_values,
         grain=grain(num_tokens * dim * dim),
@@ -155,6 +148,41 @@ def delta_rule(
         early=True,
     )
     stream.launch(_delta_rule_kernel(shape), launch, *arguments)
+
+
+def prepare_delta_rule(
+    stream: Stream,
+    c: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    a: Tensor,
+    dt: Tensor,
+    num_key_heads: int,
+    dim: int,
+    eps: float,
+) -> None:
+    """Turn arguments of ``delta_rule`` into what a GPU goes through: no row needs another.
+
+    Args:
+        stream: enqueues here.
+        c: float32 [T, 2 kd + vd]; its heads of q and k become unit vectors, q over sqrt(dim).
+        alpha: float32 [T, nv]; becomes the decay.
+        beta: float32 [T, nv]; becomes its sigmoid.
+        a: float32 [nv].
+        dt: float32 [nv].
+        num_key_heads: nk.
+        dim: of a head.
+        eps: added to the sum of squares.
+    """
+    num_tokens, num_values = alpha.shape
+    launch = Launch(
+        items=1,
+        grid=(blocks(num_tokens * num_key_heads, THREADS // 16), 1, 1),
+        block=(THREADS, 1, 1),
+        extents=(num_tokens, num_key_heads, num_values, dim),
+        early=True,
+    )
+    stream.launch(PREPARE_DELTA_RULE, launch, c, alpha, beta, a, dt, eps)
 
 
 def gated_norm(
@@ -205,7 +233,7 @@ def _can_step(dim: int, *rows: Tensor) -> bool:
     return dim in (32, 64, 128, 256) and all(tensor.address % 16 == 0 for tensor in rows)
 
 
-class _DeltaRuleShape(NamedTuple):
+class DeltaRuleShape(NamedTuple):
     """How a GPU's block holds the state: keys per lane, warps. Changes no bit.
 
     Many tokens: a launch ahead normalises keys and queries, which many blocks need.
@@ -216,7 +244,7 @@ class _DeltaRuleShape(NamedTuple):
     is_prepared: bool
 
     @classmethod
-    def of(cls, num_tokens: int, dim: int) -> _DeltaRuleShape:
+    def of(cls, num_tokens: int, dim: int) -> DeltaRuleShape:
         """For T tokens of heads dim wide.
 
         Raises:
@@ -229,6 +257,7 @@ class _DeltaRuleShape(NamedTuple):
 
     @property
     def block_columns(self) -> int:
+        """Columns of the state that a block takes tokens through."""
         return self.warps * WARP_COLUMNS
 
     @property
@@ -375,7 +404,7 @@ def _causal_conv_silu_kernel(num_taps: int) -> Kernel:
 
 
 @cache
-def _delta_rule_kernel(shape: _DeltaRuleShape) -> Kernel:
+def _delta_rule_kernel(shape: DeltaRuleShape) -> Kernel:
     function = f"delta_rule<{shape.keys}, {shape.warps}, {str(shape.is_prepared).lower()}>"
     return Kernel(function, _delta_rule, delta_rule_reference, SOURCE, function)
 
@@ -387,6 +416,6 @@ def _delta_step_kernel(keys: int) -> Kernel:
 
 
 CAUSAL_CONV_SILU = _causal_conv_silu_kernel(4)
-DELTA_RULE = _delta_rule_kernel(_DeltaRuleShape.of(STEPS, 128))
+DELTA_RULE = _delta_rule_kernel(DeltaRuleShape.of(STEPS, 128))
 PREPARE_DELTA_RULE = Kernel("prepare_delta_rule", _nothing_to_prepare, delta_rule_reference, SOURCE)
 GATED_NORM = Kernel("gated_norm", _gated_norm, gated_norm_reference, SOURCE)

@@ -3,16 +3,16 @@
 #include "lanes.cuh"
 #include "overlap.cuh"
 #include "rope.cuh"
+#include "segments.cuh"
 
 // pool_index_blocks: the key of each block that one of T tokens completes: mean, norm, rotation
 //   raw_keys [context,N] f32, positions [T] i32, weight [N] f32, table [context,half,2] f32
 //   -> pooled [B,N] f32, only rows of completed blocks
 //   grid (T / 8), 16 lanes per token, shared 4 * N bytes per token
-extern "C" __global__ void pool_index_blocks(const float *raw_keys, const int *positions,
-                                             long long ratio, const float *weight,
-                                             const float *table, float eps, float *pooled,
-                                             long long num_tokens, long long dim, long long half) {
-    start_early();
+template <class KeyAt>
+__device__ inline void pool(const KeyAt &key_at, const int *positions, long long ratio,
+                            const float *weight, const float *table, float eps, float *pooled,
+                            long long num_tokens, long long dim, long long half) {
     extern __shared__ float keys[];
     const long long own = blockIdx.x * (blockDim.x / 16) + threadIdx.x / 16;
     const long long past_end = positions[min(own, num_tokens - 1)] + 1;
@@ -22,7 +22,7 @@ extern "C" __global__ void pool_index_blocks(const float *raw_keys, const int *p
     if (completes) {
         for (long long i = lane16(); i < dim; i += 16) {
             float total = 0.0f;
-            for (long long r = 0; r < ratio; r++) total += raw_keys[(block * ratio + r) * dim + i];
+            for (long long r = 0; r < ratio; r++) total += key_at(block * ratio + r)[i];
             key[i] = total * (1.0f / static_cast<float>(ratio));
         }
     }
@@ -33,6 +33,27 @@ extern "C" __global__ void pool_index_blocks(const float *raw_keys, const int *p
     if (!completes) return;
     for (long long i = lane16(); i < dim; i += 16)
         pooled[block * dim + i] = turned(key, table, block * ratio, half, i);
+}
+
+extern "C" __global__ void pool_index_blocks(const float *raw_keys, const int *positions,
+                                             long long ratio, const float *weight,
+                                             const float *table, float eps, float *pooled,
+                                             long long num_tokens, long long dim, long long half) {
+    start_early();
+    const auto key_at = [&](long long position) { return raw_keys + position * dim; };
+    pool(key_at, positions, ratio, weight, table, eps, pooled, num_tokens, dim, half);
+}
+
+// pool_index_blocks_segments: each segment in its cache; grid (rows of the longest / 8, segments)
+extern "C" __global__ void pool_index_blocks_segments(const CachedSegment *segments,
+                                                      const int *positions, long long ratio,
+                                                      const float *weight, const float *table,
+                                                      float eps, long long dim, long long half) {
+    start_early();
+    const CachedSegment own = segments[blockIdx.y];
+    const auto key_at = [&](long long position) { return own.index_key(position, dim); };
+    pool(key_at, positions + own.first, ratio, weight, table, eps, own.own.pooled, own.count, dim,
+         half);
 }
 
 // One level of the fold below: lanes l and l + HALF exchange the values that the other keeps.
@@ -122,14 +143,14 @@ struct LaneRow {
     __device__ void put(int i, float v) { reinterpret_cast<float *>(&of[i % 16][0])[i / 16] = v; }
 };
 
-template <int QUADS>
-__device__ inline void load_rows(LaneRow<QUADS> *to, const float *from, long long num_rows,
+template <int QUADS, class RowAt>
+__device__ inline void load_rows(LaneRow<QUADS> *to, const RowAt &row_at, long long num_rows,
                                  int rows, int dim) {
     for (int i = threadIdx.x; i < rows * 64 * QUADS; i += TILE_THREADS) {
         const int row = i / (64 * QUADS), at = i % (64 * QUADS);  // in shared memory
         const int d = at % (4 * QUADS) * 16 + at / (4 * QUADS);
         const bool is_there = d < dim && row < num_rows;
-        to[row].put(d, is_there ? from[row * static_cast<long long>(dim) + d] : 0.0f);
+        to[row].put(d, is_there ? row_at(row)[d] : 0.0f);
     }
 }
 
@@ -183,16 +204,13 @@ __device__ inline Products<HEADS> sum_of_lanes(const LaneRow<QUADS> *queries,
 //   arguments as score_blocks'; N <= 64 * QUADS
 //   grid (any, T / TILE_TOKENS), block TILE_THREADS, shared (HEADS * TILE_TOKENS + TILE_KEYS) rows
 //   limit: HEADS * N multiply-adds per token and block; the loads of their operands take twice that
-template <int HEADS, int QUADS>
-__global__ void __launch_bounds__(TILE_THREADS)
-    score_tiles(const float *queries, const float *pooled, const int *positions, long long ratio,
-                long long budget, float *scores, long long num_blocks, long long dim,
-                long long num_tokens) {
-    start_early();
+template <int HEADS, int QUADS, class KeyAt>
+__device__ inline void score_tile(const float *queries, const KeyAt &key_at, const int *positions,
+                                  long long ratio, long long budget, float *scores,
+                                  long long num_blocks, long long dim, long long first_token,
+                                  int tokens) {
     extern __shared__ __align__(16) unsigned char memory[];
     auto *q = reinterpret_cast<LaneRow<QUADS> *>(memory), *keys = q + HEADS * TILE_TOKENS;
-    const long long first_token = static_cast<long long>(blockIdx.y) * TILE_TOKENS;
-    const int tokens = static_cast<int>(min(num_tokens - first_token, (long long)TILE_TOKENS));
     const int lane = threadIdx.x % KEY_LANES, own = threadIdx.x / KEY_LANES;
     long long most = 0;  // complete blocks of any token that needs scores
     for (int t = 0; t < tokens; t++) {
@@ -203,13 +221,15 @@ __global__ void __launch_bounds__(TILE_THREADS)
     const long long token = first_token + min(own, tokens - 1);
     const long long own_complete = (positions[token] + 1) / ratio;
     const bool is_scored = own < tokens && own_complete > budget;
-    load_rows(q, queries + first_token * HEADS * dim, tokens * HEADS, HEADS * TILE_TOKENS,
-              static_cast<int>(dim));
+    const float *own_queries = queries + first_token * HEADS * dim;
+    const auto query_at = [&](int row) { return own_queries + row * dim; };
+    load_rows(q, query_at, tokens * HEADS, HEADS * TILE_TOKENS, static_cast<int>(dim));
     const long long step = static_cast<long long>(gridDim.x) * TILE_KEYS;
     for (long long base = static_cast<long long>(blockIdx.x) * TILE_KEYS; base < most;
          base += step) {
         __syncthreads();
-        load_rows(keys, pooled + base * dim, most - base, TILE_KEYS, static_cast<int>(dim));
+        const auto key_of = [&](int row) { return key_at(base + row); };
+        load_rows(keys, key_of, most - base, TILE_KEYS, static_cast<int>(dim));
         __syncthreads();
         const Products<HEADS> products =
             sum_of_lanes<HEADS, QUADS, 1>(q + own * HEADS, keys + lane, 0);
@@ -223,6 +243,37 @@ __global__ void __launch_bounds__(TILE_THREADS)
             if (is_scored && block < own_complete) scores[token * num_blocks + block] = score;
         }
     }
+}
+
+template <int HEADS, int QUADS>
+__global__ void __launch_bounds__(TILE_THREADS)
+    score_tiles(const float *queries, const float *pooled, const int *positions, long long ratio,
+                long long budget, float *scores, long long num_blocks, long long dim,
+                long long num_tokens) {
+    start_early();
+    const long long first = static_cast<long long>(blockIdx.y) * TILE_TOKENS;
+    const int tokens = static_cast<int>(min(num_tokens - first, (long long)TILE_TOKENS));
+    const auto key_at = [&](long long block) { return pooled + block * dim; };
+    score_tile<HEADS, QUADS>(queries, key_at, positions, ratio, budget, scores, num_blocks, dim,
+                             first, tokens);
+}
+
+// score_tiles_segments: each segment with the keys of its cache; queries and positions of all rows,
+// scores from row `first_row` on; grid (any, rows of the longest / TILE_TOKENS, segments)
+template <int HEADS, int QUADS>
+__global__ void __launch_bounds__(TILE_THREADS)
+    score_tiles_segments(const float *queries, const CachedSegment *segments, const int *positions,
+                         long long ratio, long long budget, float *scores, long long first_row,
+                         long long num_blocks, long long dim) {
+    start_early();
+    const CachedSegment own = segments[blockIdx.z];
+    const long long before = static_cast<long long>(blockIdx.y) * TILE_TOKENS;
+    if (before >= own.count) return;
+    const int tokens = static_cast<int>(min(own.count - before, (long long)TILE_TOKENS));
+    const auto key_at = [&](long long block) { return own.block_key(block, ratio, dim); };
+    score_tile<HEADS, QUADS>(queries, key_at, positions, ratio, budget,
+                             scores - first_row * num_blocks, num_blocks, dim, own.first + before,
+                             tokens);
 }
 
 __device__ inline int sum_of_warp(int v) {

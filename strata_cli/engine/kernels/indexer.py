@@ -33,6 +33,7 @@ SOURCE = "indexer.cu"
 THREADS = 128  # per block on a GPU
 SCORED_PER_BLOCK = 32  # index blocks that a GPU's thread block scores, where tokens are few
 TILED_TOKENS = 16  # at least so many share the loads of keys
+TILED_DIM = 128  # at most so wide
 TILE_TOKENS, TILE_KEYS = 8, 64  # of a thread block that does
 THREAD_BLOCKS = 512  # enough to fill a GPU
 STAGED_SCORES = 9_500  # of a token, that fit a GPU's shared memory everywhere
@@ -133,7 +134,7 @@ def select_blocks(
         own = positions.rows(first, last)
         budget = selected.shape[1]
         _score(stream, queries.rows(first, last), pooled, own, ratio, budget, scores)
-        _select(
+        select_scored(
             stream, scores, own, ratio, selected.rows(first, last), num_selected.rows(first, last)
         )
 
@@ -150,14 +151,14 @@ def _score(
     num_tokens, num_heads, dim = queries.shape
     num_blocks = pooled.shape[0]
     arguments = (queries, pooled, positions, ratio, budget, scores)
-    if stream.shared_bytes and num_tokens >= TILED_TOKENS and dim <= 128:
+    if stream.shared_bytes and num_tokens >= TILED_TOKENS and dim <= TILED_DIM:
         quads, tiles = blocks(dim, 64), blocks(num_tokens, TILE_TOKENS)
         share = min(blocks(num_blocks, TILE_KEYS), blocks(THREAD_BLOCKS, tiles))
         tiled = Launch(
             items=1,
             grid=(share, tiles, 1),
             block=(THREADS, 1, 1),
-            shared_bytes=16 * (16 * quads + 1) * (num_heads * TILE_TOKENS + TILE_KEYS),
+            shared_bytes=tile_shared_bytes(num_heads, quads),
             extents=(num_blocks, dim, num_tokens),
             early=True,
         )
@@ -176,7 +177,12 @@ def _score(
     stream.launch(_score_blocks_kernel(num_heads), launch, *arguments)
 
 
-def _select(
+def tile_shared_bytes(num_heads: int, quads: int) -> int:
+    """Shared memory of a tile of queries and keys, of so many times 64 columns."""
+    return 16 * (16 * quads + 1) * (num_heads * TILE_TOKENS + TILE_KEYS)
+
+
+def select_scored(
     stream: Stream,
     scores: Tensor,
     positions: Tensor,
@@ -184,6 +190,7 @@ def _select(
     selected: Tensor,
     num_selected: Tensor,
 ) -> None:
+    """The second half of ``select_blocks``: tokens [T] whose scores are rows of [>= T, blocks]."""
     num_tokens, num_blocks = positions.shape[0], scores.shape[1]
     staged = min(num_blocks, STAGED_SCORES)
     launch = Launch(

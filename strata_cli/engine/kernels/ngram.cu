@@ -4,6 +4,7 @@
 #include "lanes.cuh"
 #include "math32.cuh"
 #include "overlap.cuh"
+#include "segments.cuh"
 
 using u64 = unsigned long long;
 
@@ -11,11 +12,10 @@ using u64 = unsigned long long;
 //   ids [T] i32, history [L] i32 (the ids before; moves along), multipliers [L+1] i64, offsets,
 //   sizes [H] i64 -> rows_out [T,H] i64
 //   grid (T / block), block > L: the first block alone reads the history, then rewrites it
-extern "C" __global__ void ngram_rows(const int *ids, int *history, const u64 *multipliers,
-                                      const u64 *offsets, const u64 *sizes, long long eos,
-                                      long long *rows_out, long long num_tokens,
-                                      long long look_back, long long num_heads) {
-    start_early();
+__device__ inline void find_rows(const int *ids, const int *history, int *history_to,
+                                 const u64 *multipliers, const u64 *offsets, const u64 *sizes,
+                                 long long eos, long long *rows_out, long long num_tokens,
+                                 long long look_back, long long num_heads) {
     const long long token = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
     if (token < num_tokens) {
         const long long per_n = num_heads / look_back;
@@ -30,12 +30,34 @@ extern "C" __global__ void ngram_rows(const int *ids, int *history, const u64 *m
                 rows_out[token * num_heads + head] = mixed % sizes[head] + offsets[head];
         }
     }
-    if (blockIdx.x > 0) return;
+    if (blockIdx.x > 0 || history_to == nullptr) return;
     const bool moves = threadIdx.x < look_back;
     const long long at = num_tokens - look_back + threadIdx.x;
     const int id = !moves ? 0 : at >= 0 ? ids[at] : history[look_back + at];
     __syncthreads();
-    if (moves) history[threadIdx.x] = id;
+    if (moves) history_to[threadIdx.x] = id;
+}
+
+extern "C" __global__ void ngram_rows(const int *ids, int *history, const u64 *multipliers,
+                                      const u64 *offsets, const u64 *sizes, long long eos,
+                                      long long *rows_out, long long num_tokens,
+                                      long long look_back, long long num_heads) {
+    start_early();
+    find_rows(ids, history, history, multipliers, offsets, sizes, eos, rows_out, num_tokens,
+              look_back, num_heads);
+}
+
+// ngram_rows_segments: each segment by itself, from and to the first parts of its running state
+//   grid (rows of the longest / block, segments)
+extern "C" __global__ void ngram_rows_segments(const int *ids, const RunningSegment *segments,
+                                               const u64 *multipliers, const u64 *offsets,
+                                               const u64 *sizes, long long eos, long long *rows_out,
+                                               long long look_back, long long num_heads) {
+    start_early();
+    const RunningSegment own = segments[blockIdx.y];
+    find_rows(ids + own.first, reinterpret_cast<const int *>(own.history),
+              reinterpret_cast<int *>(own.history_to), multipliers, offsets, sizes, eos,
+              rows_out + own.first * num_heads, own.count, look_back, num_heads);
 }
 
 constexpr int GATE_THREADS = 256;  // of a block: the order of its sums hangs on it
@@ -123,15 +145,19 @@ constexpr int ROWS_AT_ONCE = 4;  // of the history, that a thread moves
 //   grid (S, T / run, D / columns), run >= past = (K-1)*dilation, shared 4 * (run + past) bytes;
 //   moves 12 * T*S*D bytes and reads gated once more per block of columns. Only the first run reads
 //   the history, and its threads rewrite it.
-extern "C" __global__ void ngram_conv(const float *gated, const float *w_conv, float *history,
-                                      const float *weight, long long dilation, float eps, float *x,
-                                      long long num_tokens, long long num_streams, long long size,
-                                      long long num_taps, long long run, long long columns) {
-    start_early();
+struct Columns {
+    long long first, end;  // of a stream
+};
+
+__device__ inline void convolve(const float *gated, const float *w_conv, const float *history,
+                                float *history_to, const float *weight, long long dilation,
+                                float eps, float *x, long long num_tokens, long long num_streams,
+                                long long size, long long num_taps, long long run,
+                                const Columns &columns) {
     extern __shared__ float scales[];
     const long long channels = num_streams * size, past = (num_taps - 1) * dilation;
-    const long long column = blockIdx.x * size, begin = blockIdx.z * columns + threadIdx.x;
-    const long long end = min((blockIdx.z + 1) * columns, size);
+    const long long column = blockIdx.x * size, begin = columns.first + threadIdx.x;
+    const long long end = columns.end;
     const long long first = blockIdx.y * run, stop = min(first + run, num_tokens);
     gated += column;
     history += column;
@@ -149,8 +175,9 @@ extern "C" __global__ void ngram_conv(const float *gated, const float *w_conv, f
             x[t * channels + d] += silu32(total) + gated[t * channels + d];
         }
     }
-    if (blockIdx.y > 0) return;
+    if (blockIdx.y > 0 || history_to == nullptr) return;
     __syncthreads();
+    history_to += column;
     rows.first_scale = max(num_tokens - past, 0LL);
     find_scales(scales, gated, channels, rows.first_scale, num_tokens, size, eps);
     for (long long d = begin; d < end; d += blockDim.x) {
@@ -162,7 +189,32 @@ extern "C" __global__ void ngram_conv(const float *gated, const float *w_conv, f
                 next[i] = j + i < past ? rows.at(num_tokens - past + j + i, d) : 0.0f;
 #pragma unroll
             for (int i = 0; i < ROWS_AT_ONCE; i++)
-                if (j + i < past) history[(j + i) * channels + d] = next[i];
+                if (j + i < past) history_to[(j + i) * channels + d] = next[i];
         }
     }
+}
+
+extern "C" __global__ void ngram_conv(const float *gated, const float *w_conv, float *history,
+                                      const float *weight, long long dilation, float eps, float *x,
+                                      long long num_tokens, long long num_streams, long long size,
+                                      long long num_taps, long long run, long long columns) {
+    start_early();
+    const Columns own = {blockIdx.z * columns, min((blockIdx.z + 1) * columns, size)};
+    convolve(gated, w_conv, history, history, weight, dilation, eps, x, num_tokens, num_streams,
+             size, num_taps, run, own);
+}
+
+// ngram_conv_segments: each segment by itself, from and to the second parts of its running state
+//   grid (S, rows of the longest / run, segments)
+extern "C" __global__ void ngram_conv_segments(const float *gated, const float *w_conv,
+                                               const RunningSegment *segments, const float *weight,
+                                               long long dilation, float eps, float *x,
+                                               long long num_streams, long long size,
+                                               long long num_taps, long long run) {
+    start_early();
+    const RunningSegment own = segments[blockIdx.z];
+    if (blockIdx.y * run >= own.count) return;
+    const long long begin = own.first * num_streams * size;
+    convolve(gated + begin, w_conv, own.state, own.state_to, weight, dilation, eps, x + begin,
+             own.count, num_streams, size, num_taps, run, {0, size});
 }

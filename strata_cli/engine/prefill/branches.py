@@ -20,16 +20,20 @@ from strata_cli.engine.prefill.watching import NO_WATCH, Watch
 from strata_cli.errors import Cancelled
 
 
-def plan_batches(lengths: Sequence[int], most_rows: int) -> Iterator[range]:
+def plan_batches(
+    lengths: Sequence[int], most_rows: int, most_suffixes: int | None = None
+) -> Iterator[range]:
     """Consecutive suffixes that are read together.
 
     Args:
         lengths: tokens of each suffix.
         most_rows: of a batch; a longer suffix is a batch of its own.
+        most_suffixes: of a batch; None: any number.
     """
     start, rows = 0, 0
     for index, length in enumerate(lengths):
-        if index > start and rows + length > most_rows:
+        is_full = rows + length > most_rows or index - start == most_suffixes
+        if index > start and is_full:
             yield range(start, index)
             start, rows = index, 0
         rows += length
@@ -84,7 +88,8 @@ def read_branches(
     """
     most_rows = forward.workspace.num_tokens
     rows: list[NDArray[np.float32]] = []
-    for batch in plan_batches([len(branch.ids) for branch in branches], most_rows):
+    lengths = [len(branch.ids) for branch in branches]
+    for batch in plan_batches(lengths, most_rows, forward.workspace.most_segments):
         cancellation.check()
         together = [branches[index] for index in batch]
         state, first_ids = together[0]

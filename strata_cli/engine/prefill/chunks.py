@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.forward.layers import Batch, Forward
 from strata_cli.engine.forward.rows import RowPort, advancing, positions_of, single
+from strata_cli.engine.forward.segments import segment_rows, wants_table
 from strata_cli.engine.forward.state import SequenceState
 from strata_cli.engine.prefill.prompt_stream import PromptStream
 from strata_cli.engine.prefill.streamer import PromptStreamer
@@ -132,6 +134,9 @@ def enqueue_pass(
     num = batch.num_tokens
     port.stage(ids, positions_of(batch))
     port.enqueue_inputs(num)  # ahead of the experts, which the link is busy with for long
+    if wants_table(forward.stream, batch, forward.workspace.most_segments):
+        rows = segment_rows(forward.spec, forward.workspace, batch.segments)
+        batch = replace(batch, table=port.enqueue_segments(rows))
     port.mark_inputs()
     with nullcontext() if stream is None else stream.chunk(num) as feed:
         forward.run(batch, watch.spans, feed)
