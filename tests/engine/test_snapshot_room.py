@@ -1,0 +1,83 @@
+"""Where snapshots lie: whole as long as somebody holds them, and used again afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from strata_cli.engine.device import open_device
+from strata_cli.engine.device.base import Device, Tensor, empty
+from strata_cli.engine.device.transfer import upload
+from strata_cli.engine.forward.snapshots import MOST_UNUSED, SnapshotRoom
+from strata_cli.errors import OutOfMemory
+
+SHAPES = ((3, 5), (0, 4), (70,))
+
+
+class Scene:
+    """A room, and tensors to copy."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.stream = device, device.stream("scene")
+        self.room = SnapshotRoom(device, self.stream)
+        self.tensors = [empty(device, shape, np.float32) for shape in SHAPES]
+
+    def set(self, value: float) -> None:
+        for tensor in self.tensors:
+            upload(self.device, self.stream, tensor, np.full(tensor.shape, value, np.float32))
+
+
+@pytest.fixture
+def scene(device_name: str) -> Iterator[Scene]:
+    with open_device(device_name) as device:
+        yield Scene(device)
+
+
+def test_copies_keep_what_they_were(scene: Scene) -> None:
+    held = []
+    for value in range(4):
+        scene.set(value)
+        held.append(scene.room.copy(scene.tensors))
+    for value, (parts, _) in enumerate(held):
+        assert [part.shape for part in parts] == list(SHAPES)
+        assert all((part == value).all() for part in parts)
+
+
+def test_memory_is_used_again(scene: Scene) -> None:
+    scene.set(1)
+    parts, lease = scene.room.copy(scene.tensors)
+    address = parts[0].ctypes.data
+    del parts, lease
+    scene.set(2)
+    parts, lease = scene.room.copy(scene.tensors)
+    assert parts[0].ctypes.data == address
+    assert (parts[0] == 2).all()
+    larger = [*scene.tensors, empty(scene.device, (900,), np.float32)]
+    del parts, lease
+    assert scene.room.copy(larger)[0][3].size == 900
+
+
+def test_not_much_is_kept_unused(scene: Scene) -> None:
+    held = [scene.room.copy(scene.tensors) for _ in range(MOST_UNUSED + 2)]
+    held.clear()
+    assert len(scene.room._unused) == MOST_UNUSED
+    last = scene.room.copy(scene.tensors)
+    scene.room.close()
+    assert not scene.room._unused
+    assert last[0][0].size
+    del last
+    assert not scene.room._unused
+
+
+def test_ordinary_memory_serves_where_no_more_can_be_locked(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_nbytes: int) -> Tensor:
+        raise OutOfMemory("planted")
+
+    monkeypatch.setattr(scene.device, "allocate_pinned", refuse)
+    scene.set(3)
+    parts, _lease = scene.room.copy(scene.tensors)
+    assert all((part == 3).all() for part in parts)
