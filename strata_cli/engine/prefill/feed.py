@@ -198,9 +198,7 @@ class StreamFeed:
         start = self._tables.start()
         if self._share is None:
             self._publish(layer, start)
-            if self._foresees(layer):
-                self._expect(layer + 1)
-            yield from self._link_groups(layer, start)
+            yield from self._foreseeing(layer, self._link_groups(layer, start))
             return
         assert self._rows is not None
         chosen = self._share.choose(layer, start, self._ranking)
@@ -219,6 +217,17 @@ class StreamFeed:
             entries = self._stream.entries
             by_rank = address_row(self._ranking, entries, layer, row, self._ring)
             self._tables.upload_row(layer, by_rank)
+
+    def _foreseeing(self, layer: int, groups: Iterator[ExpertGroup]) -> Iterator[ExpertGroup]:
+        """The groups; the next layer is listed while the device is busy with the first one."""
+        is_due = self._foresees(layer)
+        for group in groups:
+            yield group
+            if is_due:
+                self._expect(layer + 1)
+                is_due = False
+        if is_due:
+            self._expect(layer + 1)
 
     def _foresees(self, layer: int) -> bool:
         """Whether the layer behind this one is listed by what its router foretells."""
