@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -20,8 +21,10 @@ from strata_cli.server.failures import (
 )
 from strata_cli.server.metrics import CONTENT_TYPE
 from strata_cli.server.protocol import Status
-from strata_cli.server.schemas import LoadRequest
+from strata_cli.server.schemas import LoadRequest, UnloadRequest
 from strata_cli.server.service import Service, json_response, service_of
+
+U = TypeVar("U", bound=UnloadRequest)
 
 HEALTHY = frozenset({"ready", "stopped"})
 """Stopped counts as healthy: the model was unloaded on purpose, and the next request loads it."""
@@ -113,27 +116,30 @@ async def model(request: Request) -> Response:
 
 
 async def load(request: Request) -> Response:
-    """Load the model, and wait until it is there."""
-    service = await _controlled(request)
-    await service.engine.load()
+    """Load the model, and wait until it is there; anew, where others are to have more memory."""
+    service, body = await _controlled(request, LoadRequest)
+    if body.vram_reserve_mib is None:
+        await service.engine.load()
+    else:
+        await service.engine.reserve(body.vram_reserve_mib)
     return json_response({"model": service.texts.name, "loaded": True})
 
 
 async def unload(request: Request) -> Response:
     """Give the model's memory back; the next request loads it again."""
-    service = await _controlled(request)
+    service, _ = await _controlled(request, UnloadRequest)
     await service.engine.unload()
     return json_response({"model": service.texts.name, "loaded": False})
 
 
-async def _controlled(request: Request) -> Service:
-    """The service, if nobody is using it.
+async def _controlled(request: Request, kind: type[U]) -> tuple[Service, U]:
+    """The service, if nobody is using it, and what is wanted of it.
 
     Raises:
         RequestFailed: 404, another model is meant; 409, requests are being answered.
     """
     service = service_of(request)
-    parsed = await service.parse(request, LoadRequest)
+    parsed = await service.parse(request, kind)
     if parsed.request.model is not None:
         _check_name(service, parsed.request.model)
     if service.queue.entered:
@@ -145,7 +151,7 @@ async def _controlled(request: Request) -> Service:
                 code="model_busy",
             )
         )
-    return service
+    return service, parsed.request
 
 
 def _check_name(service: Service, name: str) -> None:

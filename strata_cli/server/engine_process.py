@@ -7,12 +7,13 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from strata_cli.config import StrataConfig
-from strata_cli.errors import StrataError
+from strata_cli.errors import InputError, StrataError
 from strata_cli.server.engine_errors import EngineGone, error_of
 from strata_cli.server.protocol import (
     PROTOCOL_VERSION,
@@ -130,6 +131,33 @@ class EngineProcess:
     async def load(self) -> None:
         """What start() does, under the name of its route."""
         await self.start()
+
+    async def reserve(self, mib: int) -> None:
+        """Load the model anew, with so much of the device's memory left to others.
+
+        No answer depends on it. Where the model does not fit into the rest, the next request loads
+        it as it was.
+
+        Raises:
+            InputError: there is no device memory, or a setting says how much of it is used.
+            StrataError: see start().
+        """
+        await self.start()
+        assert self.facts is not None
+        if self.facts.device == "host" or self._config.vram_bytes:
+            why = "vram_bytes says how much" if self._config.vram_bytes else "the host computes"
+            raise InputError(
+                f"vram_reserve_mib {mib} would change nothing: {why}",
+                hint="leave it out; /v1/unload gives all memory back until the next request",
+            )
+        before = self._config
+        await self.unload()
+        self._config = replace(before, vram_reserve_mib=mib)
+        try:
+            await self.start()
+        except BaseException:
+            self._config = before
+            raise
 
     async def unload(self) -> None:
         """End the worker, which gives all memory back; the next request starts another.

@@ -130,9 +130,14 @@ _POSTS = {
     ),
     "/tokenize": _Post("Token ids of a text or a chat.", schemas.TokenizeRequest, Tokens),
     "/detokenize": _Post("Text of token ids.", schemas.DetokenizeRequest, Text),
-    "/v1/load": _Post("Load the model.", schemas.LoadRequest, Loaded, errors=("404", "409")),
+    "/v1/load": _Post(
+        "Load the model, perhaps into less memory.",
+        schemas.LoadRequest,
+        Loaded,
+        errors=("404", "409"),
+    ),
     "/v1/unload": _Post(
-        "Give the model's memory back.", schemas.LoadRequest, Loaded, errors=("404", "409")
+        "Give the model's memory back.", schemas.UnloadRequest, Loaded, errors=("404", "409")
     ),
 }
 _GETS = {

@@ -34,6 +34,7 @@ Stops: TypeAlias = Annotated[list[StopText], Meta(max_length=MOST_STOPS)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 RepetitionPenalty: TypeAlias = Annotated[float, Meta(ge=0.01, le=100)]
 MaxTokens: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+ReserveMib: TypeAlias = Annotated[int, Meta(ge=0, le=2**30)]
 Json: TypeAlias = dict[str, Any]
 ChatMessage: TypeAlias = Annotated[
     Json,
@@ -144,10 +145,16 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     tokens: list[TokenId]
 
 
-class LoadRequest(Struct, frozen=True, kw_only=True):
-    """Body of POST /v1/load and /v1/unload."""
+class UnloadRequest(Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/unload."""
 
     model: str | None = None
+
+
+class LoadRequest(UnloadRequest, frozen=True, kw_only=True):
+    """Body of POST /v1/load."""
+
+    vram_reserve_mib: ReserveMib | None = None
 
 
 class Refusal(NamedTuple):

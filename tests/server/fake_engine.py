@@ -77,6 +77,7 @@ class FakeEngine:
         self.state: State = "ready"
         self.loading: Loading | None = None
         self.starts = 1
+        self.reserved_mib = 0
 
     async def start(self) -> None:
         self.state = "ready"
@@ -86,6 +87,10 @@ class FakeEngine:
 
     async def unload(self) -> None:
         self.state = "stopped"
+
+    async def reserve(self, mib: int) -> None:
+        self.reserved_mib = mib
+        self.state = "ready"
 
     async def status(self) -> Status | None:
         return None

@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 
+import msgspec
+
 from strata_cli.server.protocol import (
     Beat,
     Done,
@@ -47,7 +49,9 @@ class FakeWorker:
         self.running: list[str] = []
 
     def serve(self) -> None:
-        assert isinstance(self.channel.receive(), Open)
+        opening = self.channel.receive()
+        assert isinstance(opening, Open)
+        reserve_mib = opening.config.vram_reserve_mib
         if self.mode == "refuses":
             text = "layer 3 does not fit on cuda:0: need 9 GiB, free 1 GiB"
             self.channel.send(Refused(kind="out_of_memory", message=text, hint="buy more"))
@@ -58,7 +62,15 @@ class FakeWorker:
             self.channel.receive()
             return
         version = 999 if self.mode == "is another version" else 1
-        self.channel.send(Hello(version=version, facts=FACTS))
+        facts = FACTS
+        if self.mode == "is on a GPU":
+            facts = msgspec.structs.replace(
+                FACTS, device="cuda:0", placement=f"{reserve_mib} MiB are left"
+            )
+            if reserve_mib > 9000:
+                self.channel.send(Refused(kind="out_of_memory", message="too little", hint="less"))
+                return
+        self.channel.send(Hello(version=version, facts=facts))
         while (message := self.channel.receive()) is not None:
             if isinstance(message, Shutdown):
                 return

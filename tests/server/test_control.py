@@ -76,6 +76,18 @@ def test_unloading_and_loading() -> None:
     assert ask(app, "/v1/load", model="other").status == 404
 
 
+def test_loading_may_leave_memory_to_others() -> None:
+    engine = FakeEngine(WORLD)
+    app = new_app(engine)
+    assert ask(app, "/v1/load", vram_reserve_mib=9000).json["loaded"] is True
+    assert engine.reserved_mib == 9000
+    for wrong in (-1, "9000", 2**31):
+        answer = ask(app, "/v1/load", vram_reserve_mib=wrong)
+        assert (answer.status, answer.error["param"]) == (400, "vram_reserve_mib")
+    ignored = ask(app, "/v1/unload", vram_reserve_mib=5)
+    assert ignored.status == 200
+
+
 def test_a_model_in_use_is_not_unloaded() -> None:
     async def run() -> None:
         engine = FakeEngine(WORLD)

@@ -158,6 +158,34 @@ def test_a_start_outlives_the_request_that_began_it() -> None:
     with_engine(fake("works"), body)
 
 
+def test_memory_is_left_to_others_by_loading_anew() -> None:
+    async def body(engine: EngineProcess) -> None:
+        await engine.start()
+        assert engine.facts is not None
+        assert engine.facts.placement == "700 MiB are left"
+        await engine.reserve(9000)
+        assert (engine.facts.placement, engine.starts) == ("9000 MiB are left", 2)
+        with pytest.raises(OutOfMemory, match="too little"):
+            await engine.reserve(9001)
+        await ask(engine, REQUEST)
+        assert (engine.facts.placement, engine.starts) == ("9000 MiB are left", 3)
+
+    with_engine(fake("is on a GPU"), body)
+
+
+@pytest.mark.parametrize("mode", ["works", "is on a GPU"])
+def test_a_reserve_that_would_change_nothing_is_refused(mode: str) -> None:
+    async def body(engine: EngineProcess) -> None:
+        with pytest.raises(InputError, match="vram_reserve_mib 5 would change nothing"):
+            await engine.reserve(5)
+        assert (engine.state, engine.starts) == ("ready", 1)
+
+    engine = fake(mode)
+    if mode == "is on a GPU":
+        engine._config = StrataConfig(vram_bytes=1 << 30)
+    with_engine(engine, body)
+
+
 def test_nothing_starts_after_the_end() -> None:
     async def body(engine: EngineProcess) -> None:
         starting = asyncio.create_task(engine.start())
