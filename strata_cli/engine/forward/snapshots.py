@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Buffer, Device, Stream, Tensor
+from strata_cli.engine.device.transfer import host_tensor
 from strata_cli.errors import OutOfMemory
 
 MOST_UNUSED = 2  # blocks that wait for the next copy
@@ -57,6 +58,13 @@ class SnapshotRoom:
         self._stream.copy_many([pair for pair in pairs if pair[1].nbytes])
         self._stream.synchronize()
         return tuple(to.numpy() for to, _ in pairs), lease
+
+    def put_back(self, tensors: Sequence[Tensor], parts: Sequence[NDArray[Any]]) -> None:
+        """Copy such copies, wherever they lie now, over their tensors. Waits for the stream."""
+        for tensor, part in zip(tensors, parts, strict=True):
+            if tensor.nbytes:
+                self._stream.copy(tensor, host_tensor(self._device, np.ascontiguousarray(part)))
+        self._stream.synchronize()
 
     def give_back(self, buffer: Buffer) -> None:
         """For a lease that ends: its block may be used again."""

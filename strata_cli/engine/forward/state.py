@@ -262,8 +262,7 @@ class SequenceState:
     def restore(self, snapshot: Snapshot) -> None:
         """Put the running state back and rewind; like reset when interrupted."""
         self.is_consistent = False
-        for tensor, part in zip(self.running(), snapshot.running, strict=True):
-            upload(self.device, self.stream, tensor, part)
+        self._room.put_back([*self.running()], snapshot.running)
         self.ids = list(snapshot.ids)
         self.is_exact = snapshot.is_exact and snapshot.position <= self.exact_rows
         self.is_consistent = True
