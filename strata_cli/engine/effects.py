@@ -100,6 +100,11 @@ def _idle(config: StrataConfig, places: Places) -> list[tuple[tuple[str, ...], s
             f"a token has {places.num_experts_per_tok} experts, of ranks from 0",
         ),
         (config.pcie_frac == 1, ("pool_workers",), "pcie_frac is 1: the pool has nothing to do"),
+        (
+            config.prompt_cache == 0,
+            ("prompt_cache_mib", "prompt_cache_every", "prompt_cache_root"),
+            "prompt_cache is 0: there are no checkpoints",
+        ),
         (config.adapt_every == 0, ("adapt_swaps", "adapt_decay"), "adapt_every is 0"),
         (
             config.prefill_routed_stream is False,

@@ -95,6 +95,17 @@ def test_every_setting_named_here_is_one() -> None:
     assert {spec.name for spec in fields(StrataConfig)} >= names
 
 
+def test_no_setting_about_experts_is_forgotten() -> None:
+    about = ("adapt_", "arena_", "pcie_", "pool_", "prefill_", "route_", "stager_", "vram_")
+    names = [spec.name for spec in fields(StrataConfig) if spec.name.startswith(about)]
+    assert {*names} - {"prefill_dump_r"} <= CHANGED.keys()
+
+
+def test_checkpoints_that_are_not_kept_have_no_size() -> None:
+    config = StrataConfig(prompt_cache=0, prompt_cache_mib=5, prompt_cache_root=9)
+    assert without_effect(config, places(20)).keys() == {"prompt_cache_mib", "prompt_cache_root"}
+
+
 def test_a_flag_without_effect_is_refused_and_a_variable_told_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
