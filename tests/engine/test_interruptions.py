@@ -14,7 +14,7 @@ from tests.engine.passes import interrupt
 from tests.engine.readings import TEXT, Reading, Truth, bits
 from tests.engine.strategies import VOCAB
 
-FIRST_LAUNCHES = [0, 1, 2, 5, 11, 23, 47, 95]
+FIRST_LAUNCHES = [0, 1, 2, 5, 11, 23, 47, 63]
 
 
 def read(sequence: Sequence, ids: list[int]) -> None:
@@ -109,7 +109,7 @@ def test_keys_that_an_interrupted_pass_overwrote_do_not_count(
         sequence.prefill(TEXT[:40])
         late = sequence.snapshot()
         sequence.restore(start)
-        with interrupt(monkeypatch, engine, "launch", 95):
+        with interrupt(monkeypatch, engine, "launch", 63):
             sequence.prefill([(token + 1) % VOCAB for token in TEXT[:10]])
         with pytest.raises(StateError, match="position 40 is no longer a prefix"):
             sequence.restore(late)

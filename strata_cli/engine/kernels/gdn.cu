@@ -48,7 +48,7 @@ __device__ inline void convolve(const float *u, const float *history, float *his
         }
     }
     if (blockIdx.y == 0 && history_to != nullptr) {
-        float last[PAST];  // all loaded before any is overwritten
+        float last[TAPS];  // PAST of them, all loaded before any is overwritten
 #pragma unroll
         for (int j = 0; j < PAST; j++) {
             const long long t = num_tokens - PAST + j;
