@@ -556,7 +556,7 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
             const int uses = __shfl_sync(ALL_LANES, place.uses, i << span_shift);
             if (uses > 0 && is_first) {
                 is_first = false;
-                __syncthreads();
+                block_barrier();
             }
             if (uses > 0) pass_gate(shared.empty + slot, uses + 1 & 1);
             if (own == i) {
@@ -569,7 +569,7 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
             __syncwarp();
         }
     }
-    if (is_first) __syncthreads();
+    if (is_first) block_barrier();
     let_next_start();
 }
 #endif
@@ -585,7 +585,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
 #if BULK
         copy_stages(work, shared, team);
 #else
-        __syncthreads();
+        block_barrier();
         let_next_start();
 #endif
         return;
@@ -593,7 +593,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
     if (!columns.source) Shared<ROWS, Kinds...>::Book::load(shared.book, 32 * warps);
     wait_for_launches_ahead();  // weights may come earlier: no launch writes them
     load_activations<Kinds...>(shared.planes, x, work.cols, columns, gate, warps);
-    __syncthreads();
+    block_barrier();
     if (team.number >= team.count) return;
     make_tiles(work, shared, columns, team);
 }
