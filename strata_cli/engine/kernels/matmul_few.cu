@@ -272,38 +272,68 @@ __device__ inline bool find_pairs(Found &found, const int *row_of, const int *ex
     return found.count > 0;
 }
 
+// Steps of 256 weights or fewer, as many as share scales: rows begin where they do, x with them.
+template <int ROWS, class Kind, class Book>
+__device__ inline void multiply_steps(float (&sums)[4], const Staged<Kind::ALIGN> (&rows)[ROWS / 8],
+                                      const uint4 *x, int rest, int count, Book book) {
+    using R = typename Kind::R;
+    constexpr int TYPE = Kind::TYPE, LANE = Kind::LANE, ALIGN = Kind::ALIGN;
+    const int t = threadIdx.x & 3;
+    RowScale scale[ROWS / 8];
+#pragma unroll
+    for (int i = 0; i < R::STEPS; i++) {
+        Octet w[ROWS / 8];
+        const uint4 activations = x[i * count * 4];
+#pragma unroll
+        for (int half = 0; half < ROWS / 8; half++)
+            w[half] =
+                decode<TYPE, LANE, ALIGN, WideCodec<TYPE>>(rows[half], i, t, book, scale[half]);
+        if constexpr (TYPE == F32) {
+            Octet rests[ROWS / 8];
+#pragma unroll
+            for (int half = 0; half < ROWS / 8; half++)
+                rests[half] = rest_of(rows[half], R::k_of(i, t) / 8, w[half]);
+            multiply_split<ROWS>(sums, w, rests, activations, x[rest + i * count * 4]);
+        } else {
+            multiply_step<ROWS>(sums, w, activations);
+        }
+    }
+}
+
+// Whether every other block of a row of whole words begins amid a word.
+template <class Kind>
+constexpr bool ALTERNATES =
+    Kind::ALIGN % 4 == 0 && Kind::R::STEPS == 8 && Kind::R::bytes(256) % 4 == 2;
+
 // All steps of a slice whose rows and activations lie in shared memory.
 template <int ROWS, class Kind, class Book>
 __device__ inline void multiply_slice(float (&sums)[4], const Staged<Kind::ALIGN> (&rows)[ROWS / 8],
                                       const uint4 *x, int rest, int steps, int count, Book book) {
     using R = typename Kind::R;
-    constexpr int TYPE = Kind::TYPE, LANE = Kind::LANE, ALIGN = Kind::ALIGN;
-    const int t = threadIdx.x & 3;
-    for (int first = 0; first < steps; first += R::STEPS) {
-        RowScale scale[ROWS / 8];
-        Staged<ALIGN> row[ROWS / 8];
+    Staged<Kind::ALIGN> row[ROWS / 8];
+    int first = 0;
+    if constexpr (ALTERNATES<Kind>) {  // blocks in pairs: all is known of where words begin
+        const int pairs = rows[0].offset % 4 == 0 ? steps / (2 * R::STEPS) : 0;
+#pragma unroll 1
+        for (; first < 2 * R::STEPS * pairs; first += 2 * R::STEPS) {
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+#pragma unroll
+                for (int half = 0; half < ROWS / 8; half++) {
+                    const int even = (rows[half].offset + R::bytes(32 * first)) / 4 * 4;
+                    row[half] = {rows[half].base, even + odd * R::bytes(256)};
+                }
+                multiply_steps<ROWS, Kind>(sums, row, x + (first + odd * R::STEPS) * count * 4,
+                                           rest, count, book);
+            }
+        }
+    }
+#pragma unroll 1
+    for (; first < steps; first += R::STEPS) {
 #pragma unroll
         for (int half = 0; half < ROWS / 8; half++)
             row[half] = {rows[half].base, rows[half].offset + R::bytes(32 * first)};
-#pragma unroll
-        for (int i = 0; i < R::STEPS; i++) {
-            Octet w[ROWS / 8];
-            const uint4 activations = x[(first + i) * count * 4];
-#pragma unroll
-            for (int half = 0; half < ROWS / 8; half++)
-                w[half] =
-                    decode<TYPE, LANE, ALIGN, WideCodec<TYPE>>(row[half], i, t, book, scale[half]);
-            if constexpr (TYPE == F32) {
-                Octet rests[ROWS / 8];
-#pragma unroll
-                for (int half = 0; half < ROWS / 8; half++)
-                    rests[half] = rest_of(row[half], R::k_of(i, t) / 8, w[half]);
-                multiply_split<ROWS>(sums, w, rests, activations,
-                                     x[rest + (first + i) * count * 4]);
-            } else {
-                multiply_step<ROWS>(sums, w, activations);
-            }
-        }
+        multiply_steps<ROWS, Kind>(sums, row, x + first * count * 4, rest, count, book);
     }
 }
 
