@@ -52,6 +52,9 @@ WAYS = {
     "foreseen": replace(
         PLAIN, is_likely=True, foresees=True, stream=replace(PLAIN.stream, depth=0)
     ),
+    "foreseen, ahead 64": replace(
+        PLAIN, is_likely=True, foresees=True, stream=replace(PLAIN.stream, depth=0, ahead=64)
+    ),
     "likely, ahead 256": replace(
         PLAIN, is_likely=True, stream=replace(PLAIN.stream, depth=0, ahead=256)
     ),
