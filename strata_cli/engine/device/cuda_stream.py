@@ -30,6 +30,7 @@ from strata_cli.errors import DeviceError, ShapeError
 logger = logging.getLogger(__name__)
 
 EARLY_CAPABILITY = (9, 0)  # from here on a launch may start before the one ahead of it is done
+MOST_CONFIGS = 4_096  # shapes of launches that are kept
 BATCH_COPY_DRIVER = 13_000  # the form of cuMemcpyBatchAsync that these bindings call
 
 
@@ -43,6 +44,7 @@ class CudaStream:
         self._loader = loader
         self._failure = Failure(name)
         self._arguments: dict[Kernel, Arguments] = {}
+        self._configs: dict[tuple[Any, ...], Any] = {}
         self._capturing: CudaGraph | None = None
         self._sides: list[CudaStream] = []
         self._is_joined = False
@@ -108,7 +110,19 @@ class CudaStream:
             )
 
     def _early_config(self, launch: Launch, stream: Any) -> Any:
-        """A launch that need not wait for the one ahead of it."""
+        """A launch that need not wait for the one ahead of it; the same object for the same shape.
+
+        The bindings take longer to make one than for the launch itself.
+        """
+        key = (launch.grid, launch.block, launch.shared_bytes)
+        config = self._configs.get(key)
+        if config is None:
+            if len(self._configs) >= MOST_CONFIGS:
+                self._configs.clear()
+            config = self._configs[key] = self._new_early_config(launch, stream)
+        return config
+
+    def _new_early_config(self, launch: Launch, stream: Any) -> Any:
         driver = self._driver
         config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
         config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
