@@ -34,7 +34,8 @@ TEXT = "A small tool lists the packages of a system, and the functions return wh
 SECTIONS = (
     "admin cli comm database debug devel doc editors electronics embedded fonts games gnome "
     "graphics hamradio httpd kde kernel mail math net news oldlibs otherosfs perl php python "
-    "raku ruby science shells sound text utils video web x11"
+    "raku ruby science shells sound text utils video web x11 cad dns ftp gis git gui irc lib pdf "
+    "rss sql ssh tex usb vcs xml"
 )
 CONTEXT_KEY = b"qwen4exp.context_length"
 ANEW = DecisionRules(reuse=False)

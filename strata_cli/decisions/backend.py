@@ -19,9 +19,13 @@ from strata_cli.decisions.prompts import PromptTokenizer
 from strata_cli.decisions.reads import TokenCounts
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.model.prefixes import common_prefix, common_tokens
+from strata_cli.engine.prompt_cache import CacheRules
 from strata_cli.engine.reading import next_token_logprobs
 from strata_cli.engine.session import Session
 from strata_cli.errors import InputError
+
+RULES = CacheRules(prompt_cache_every=0, prompt_cache_root=0)
+"""Prompts part behind their states, and there alone: a checkpoint amid one costs a pass."""
 
 LOGIT_BYTES = 64 << 20
 """So much host memory, about, holds logits of paths at a time."""
@@ -48,7 +52,7 @@ class EngineBackend:
         self.tokenizer = PromptTokenizer(engine.tokenizer, engine.chat_template)
         self._engine = engine
         self._reuse = reuse
-        self._session = Session(engine, canonical=True)
+        self._session = Session(engine, RULES, canonical=True)
         self._lanes = Lanes(engine, lanes) if reuse and lanes > 1 else None
         self._prompt_tokens = 0
 
