@@ -56,8 +56,9 @@ def test_a_table_is_written_between_its_marks(tmp_path: Path) -> None:
     assert text.startswith(f"before\n{MARKS[0]}\n| Task |")
     assert "| the same, 4 sections | 120 | " in text  # pairs: one in each half
     assert "0.500 / 0.000 (2)" in text
-    assert text.count("0.500 / 0.250") == 2
+    assert text.count("0.500 / 0.250") == 3
     assert "kind of another" not in text  # too few
+    assert "| all questions with a temperature of their own | 120 |" in text
     assert "| all of these together | 120 |" in text
     assert text.endswith(f"\n{MARKS[1]}\nafter\n")
     assert "old" not in text

@@ -1,17 +1,18 @@
 """What samples say, as the table of docs/decisions.md."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 
 from strata_cli.decisions import questions
 from strata_cli.decisions.fitting import LEAST_STATES, Fit, Sample, fit
-from strata_cli.decisions.measures import Judged, calibration_error, judge
+from strata_cli.decisions.measures import Judged, calibration_bins, calibration_error, judge
 from tools.decision_quality.asking import TASKS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "decisions.md"
@@ -26,11 +27,20 @@ HEADER = (
     "Accuracy raw / L0 without prior / L0",
     "Another answer when relisted, raw / L0 (relistings)",
     "ECE raw / L0 / L1 (by chance)",
+    "Gap beyond chance raw / L0 / L1",
     "Coverage at 5 % risk raw / L0 / L1 (risk of L1)",
     "Other answer of a single order, raw / L0",
 )
 
 Line = dict[str, Any]
+
+
+class Answered(NamedTuple):
+    """A task's fits, see fits_of, and its samples."""
+
+    task: str
+    fits: list[Fit]
+    lines: list[Line]
 
 
 def write_table(samples: Iterable[Line], page: Path) -> None:
@@ -42,16 +52,18 @@ def write_table(samples: Iterable[Line], page: Path) -> None:
     by_task: dict[str, list[Line]] = defaultdict(list)
     for one in samples:
         by_task[one["task"]].append(one)
-    rows, fits, lines = [HEADER, ("---",) * len(HEADER)], list[Fit](), list[Line]()
+    answered = []
     for task in TASKS:
         found = sorted(by_task[task], key=lambda one: int(one["number"]))
-        if fitted := fits_of(task, found):
-            rows.append(_row(TASKS[task].title, fitted, found))
-            fits += fitted
-            lines += found
-    if not fits:
+        if fits := fits_of(task, found):
+            answered.append(Answered(task, fits, found))
+    if not answered:
         raise click.ClickException(f"no task has {LEAST_STATES} states: read more")
-    rows.append(_row("all of these together", fits, lines))
+    rows = [HEADER, ("---",) * len(HEADER)]
+    rows += [_row(TASKS[one.task].title, [one]) for one in answered]
+    if own := [one for one in answered if TASKS[one.task].has_questions]:
+        rows.append(_row("all questions with a temperature of their own", own))
+    rows.append(_row("all of these together", answered))
     put(page, "quality", "\n".join(f"| {' | '.join(row)} |" for row in rows))
 
 
@@ -90,25 +102,33 @@ def _sample(one: Line) -> Sample:
     )
 
 
-def _row(title: str, fits: Sequence[Fit], found: Sequence[Line]) -> tuple[str, ...]:
-    judged = {level: _together(fits, level) for level in LEVELS}
+def _row(title: str, tasks: Sequence[Answered]) -> tuple[str, ...]:
+    fits = [fit for task in tasks for fit in task.fits]
+    found = [line for task in tasks for line in task.lines]
     right = [one["right"] for one in found]
     accuracies = [
         judge([np.array(one[level]) for one in found], right).accuracy
         for level in ("raw", "plain", "l0")
     ]
+    judged = {level: _together(fits, level) for level in LEVELS}
+    errors = [calibration_error(judged[level]) for level in LEVELS]
+    beyond = [_beyond_chance([_together(task.fits, level) for task in tasks]) for level in LEVELS]
     temperatures = [one.temperature for one in fits]
-    errors = " / ".join(f"{calibration_error(judged[level]):.3f}" for level in LEVELS)
     return (
         title,
         f"{len(judged['L1'].hit):,}",
         f"{min(temperatures):.2f} to {max(temperatures):.2f}",
-        " / ".join(f"{one:.3f}" for one in accuracies),
+        _slashed(accuracies),
         _relisted(found),
-        f"{errors} ({_by_chance(judged['L1']):.3f})",
+        f"{_slashed(errors)} ({_by_chance(judged['L1']):.3f})",
+        _slashed(beyond),
         _coverage(fits),
         _single_orders(found),
     )
+
+
+def _slashed(values: Sequence[float]) -> str:
+    return " / ".join(f"{value:.3f}" for value in values)
 
 
 def _together(fits: Sequence[Fit], level: str) -> Judged:
@@ -126,13 +146,26 @@ def _by_chance(judged: Judged) -> float:
     return float(np.mean([calibration_error(Judged(judged.confidence, hit)) for hit in drawn]))
 
 
+def _beyond_chance(tasks: Sequence[Judged]) -> float:
+    """Root mean square of the gaps of each task's bins, what chance adds to the squares taken off.
+
+    Source: Kumar, Liang and Ma 2019, the debiased estimator of the calibration error.
+    """
+    squares, count = 0.0, 0
+    for judged in tasks:
+        for one in calibration_bins(judged):
+            chance = one.accuracy * (1 - one.accuracy) / (one.num_answers - 1)
+            squares += one.num_answers * ((one.confidence - one.accuracy) ** 2 - chance)
+        count += len(judged.hit)
+    return math.sqrt(max(squares, 0.0) / count)
+
+
 def _relisted(found: Sequence[Line]) -> str:
     """How often another listing of the options had another answer; at L0 another bit counts."""
     changed = [one for line in found for one in line.get("relisted", ())]
     if not changed:
         return "-"
-    raw, l0 = (sum(pair[level] for pair in changed) / len(changed) for level in (0, 1))
-    return f"{raw:.3f} / {l0:.3f} ({len(changed):,})"
+    return f"{_slashed(np.mean(changed, axis=0).tolist())} ({len(changed):,})"
 
 
 def _coverage(fits: Sequence[Fit]) -> str:
@@ -145,5 +178,4 @@ def _coverage(fits: Sequence[Fit]) -> str:
 
 
 def _single_orders(found: Sequence[Line]) -> str:
-    raw, l0 = np.mean([one["flips"] for one in found], axis=0).tolist()
-    return f"{raw:.3f} / {l0:.3f}"
+    return _slashed(np.mean([one["flips"] for one in found], axis=0).tolist())
