@@ -58,6 +58,9 @@ from strata_cli.models import DEMO_MODEL_PATH
 SLOTS_OF = (4360, 24_576)
 FEWER_SLOTS_OF = (1995, 24_576)
 RULES = CacheRules(conversation_cache_mib=2048)
+SMALL_RULES = replace(  # else nothing of short prompts would be reused
+    RULES, prompt_cache_every=64, prompt_cache_root=8, least_parked_tokens=4
+)
 NUM_RUNS = 4
 CLI_READS = 3
 CLI = "strata read"
@@ -139,7 +142,8 @@ class Bench:
             options = self.broken.change(options, self.facts.top_k)
         with ExitStack() as stack:
             engine = stack.enter_context(Engine.open(options))
-            session = stack.enter_context(Session(engine, RULES))
+            rules = SMALL_RULES if self.sizes is SMALL_SIZES else RULES
+            session = stack.enter_context(Session(engine, rules))
             deterministic = None
             if self.broken is not None:
                 stack.enter_context(self.broken.around(engine))

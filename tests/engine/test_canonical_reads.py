@@ -19,17 +19,15 @@ from benchmarks.canonical_protocol import (
     in_order,
     last_token_stepped,
 )
-from benchmarks.canonical_reads import SETTINGS, SLOTS_OF, Bench, Facts
+from benchmarks.canonical_reads import SETTINGS, SLOTS_OF, SMALL_RULES, Bench, Facts
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.experts.sizing import RingRules
 from strata_cli.engine.prefill.prompt_stream import StreamRules
-from strata_cli.engine.prompt_cache import CacheRules
 from strata_cli.engine.session import Session
 from tools.synth.presets import PRESETS
 from tools.synth.recipe import Recipe, plan_tensors
 from tools.synth.writer import write_model
 
-RULES = CacheRules(prompt_cache_every=64, prompt_cache_root=8, least_parked_tokens=4)
 SPEC = PRESETS["tiny"]
 FACTS = Facts(SPEC.num_layers * SPEC.num_experts, SPEC.num_experts_per_tok)
 STREAMED = StreamRules(ring=RingRules(stream_min=40), short_tokens=4)
@@ -63,7 +61,7 @@ def engine(options: EngineOptions) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def first(engine: Engine) -> Answers:
-    with Session(engine, RULES) as session:
+    with Session(engine, SMALL_RULES) as session:
         return in_order(protocol_of(session))
 
 
@@ -84,14 +82,20 @@ def test_the_protocol_has_its_reads() -> None:
     assert len({tuple(one.ids) for one in asked}) == 65
 
 
-@pytest.mark.parametrize("manner", ["ABC", "CBA", "beside chats", "29 turns between"])
-def test_no_manner_of_reading_moves_a_bit(engine: Engine, first: Answers, manner: str) -> None:
-    with Session(engine, RULES) as session:
+@pytest.mark.parametrize(
+    ("manner", "reuses"),
+    [("ABC", True), ("CBA", True), ("beside chats", False), ("29 turns between", True)],
+)
+def test_no_manner_of_reading_moves_a_bit(
+    engine: Engine, first: Answers, manner: str, reuses: bool
+) -> None:
+    with Session(engine, SMALL_RULES) as session:
         protocol = protocol_of(session)
         protocol.churn(len(manner))
         found = compare(manner, protocol.asked, first, MANNERS[manner](protocol))
     assert found.differing == 0, found.line()
     assert found.reads == 65
+    assert (found.reused_tokens > 0) is reuses
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def test_every_setting_is_another(options: EngineOptions) -> None:
 
 
 def test_sums_that_depend_on_the_pass_are_found(engine: Engine, first: Answers) -> None:
-    with Session(engine, RULES) as session, BREAKS["split"].around(engine):
+    with Session(engine, SMALL_RULES) as session, BREAKS["split"].around(engine):
         protocol = protocol_of(session)
         found = compare("split", protocol.asked, first, MANNERS["in batches"](protocol))
     assert found.differing > 30, found.line()
