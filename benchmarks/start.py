@@ -4,8 +4,8 @@
         [--runs 2] [--json FILE]
 
 1. The file read by plain reads of many threads, twice: the second is the page cache's rate.
-2. Page-locked memory for all experts, locked and then filled from the file, twice. The first may
-   wait for a virtual machine to be given the memory.
+2. Page-locked memory for all experts, locked and filled from the file, twice. The first may wait
+   for a virtual machine to be given the memory.
 3. `strata read` of one token, all weights in the GPU's memory: seconds of the whole process.
 4. The same with --vram-gib of it: the experts go to page-locked memory, and some to the cache.
 
@@ -63,27 +63,21 @@ def first_token(model: Path, device: str, more: list[str]) -> dict[str, Any]:
     return {"process_s": seconds, **timings}
 
 
-def arena_runs(model: Path, device: str) -> list[dict[str, float]]:
-    """Seconds of locking memory for all experts and of reading them into it, twice."""
-    runs = []
+def arena_rates(model: Path, device: str) -> list[float]:
+    """GiB/s of locking memory for all experts and reading them into it, twice."""
+    rates = []
     with load_model_file(model) as file, open_device(device) as opened:
         for _ in range(2):
-            marks: list[float] = []
-
-            def note(*_progress: int, marks: list[float] = marks) -> None:
-                marks.append(time.perf_counter())
-
             begin = time.perf_counter()
-            with open_arena(file, blob_layouts(file), opened, progress=note) as arena:
-                size, end = arena.nbytes / GIB, time.perf_counter()
-            lock_s, read_s = marks[0] - begin, end - marks[0]
-            runs.append({"gib": size, "lock_s": lock_s, "read_s": read_s})
-            print(
-                f"arena of {size:.1f} GiB: locked in {lock_s:.2f} s ({size / lock_s:.1f} GiB/s), "
-                f"read in {read_s:.2f} s, together {size / (lock_s + read_s):.1f} GiB/s",
-                flush=True,
-            )
-    return runs
+            with open_arena(file, blob_layouts(file), opened) as arena:
+                seconds = time.perf_counter() - begin
+                rates.append(arena.nbytes / seconds / GIB)
+                print(
+                    f"arena: {arena.nbytes / GIB:.1f} GiB locked and read in {seconds:.2f} s, "
+                    f"{rates[-1]:.1f} GiB/s",
+                    flush=True,
+                )
+    return rates
 
 
 def main() -> None:
@@ -102,7 +96,7 @@ def main() -> None:
         + ", ".join(f"{rate:.1f} GB/s" for rate in report["read_gbps"]),
         flush=True,
     )
-    report["arena"] = arena_runs(model, device)
+    report["arena_gibps"] = arena_rates(model, device)
     some = ["--vram-bytes", f"{int(arguments.vram_gib * GIB)}"]
     for name, more in (("all in VRAM", []), (f"{arguments.vram_gib:g} GiB of VRAM", some)):
         first_token(model, device, more)  # compiles

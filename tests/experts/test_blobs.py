@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,7 +161,16 @@ class LockedOut(HostDevice):
         return self.given[-1]
 
 
-def test_a_refused_lock_names_need_limit_and_fix(tmp_path: Path) -> None:
+def assert_closed(buffers: list[HostBuffer]) -> None:
+    for buffer in buffers:
+        with pytest.raises(DeviceError, match="closed"):
+            _ = buffer.address
+
+
+def test_a_refused_lock_names_need_limit_and_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "LOCK_THREADS", 1)  # so that it is known who gets what
     with open_tiny(tmp_path) as model, LockedOut(2) as device:
         layouts = blob_layouts(model)
         with pytest.raises(OutOfMemory) as error:
@@ -172,9 +182,64 @@ def test_a_refused_lock_names_need_limit_and_fix(tmp_path: Path) -> None:
         assert "cannot page-lock host memory" in error.value.message
         assert "ulimit -l" in error.value.hint
         assert "LimitMEMLOCK=" in error.value.hint
-        for buffer in device.given:
-            with pytest.raises(DeviceError, match="closed"):
-                _ = buffer.address
+        assert_closed(device.given)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_a_refused_lock_gives_back_what_other_threads_got(tmp_path: Path, most: int) -> None:
+    with open_tiny(tmp_path) as model, LockedOut(most) as device:
+        with pytest.raises(OutOfMemory, match="cannot page-lock"):
+            open_arena(model, blob_layouts(model), device)
+        assert len(device.given) <= most
+        assert_closed(device.given)
+
+
+class LastWaits(HostDevice):
+    """Gives the fourth buffer only when something has been read into another."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.num_given = 0
+        self.is_read = threading.Event()
+
+    def allocate_pinned(self, nbytes: int) -> HostBuffer:
+        self.num_given += 1
+        if self.num_given == 4:
+            assert self.is_read.wait(20), "nothing was read"
+        return super().allocate_pinned(nbytes)
+
+
+def test_layers_are_read_while_others_are_still_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = filling._copy_rows
+
+    def noted(piece: Rows) -> int:
+        device.is_read.set()
+        return copy(piece)
+
+    monkeypatch.setattr(filling, "_copy_rows", noted)
+    with (
+        open_tiny(tmp_path) as model,
+        LastWaits() as device,
+        open_arena(model, blob_layouts(model), device) as arena,
+    ):
+        assert has_expert(model, 3, 5, arena.blob(3, 5).numpy())
+
+
+def test_an_interrupt_while_memory_is_locked_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(parts: Iterator[Rows], _progress: object) -> None:
+        next(parts)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(arena_module, "fill_rows", interrupted)
+    with open_tiny(tmp_path) as model, LockedOut(9) as device:
+        with pytest.raises(KeyboardInterrupt):
+            open_arena(model, blob_layouts(model), device)
+        assert device.given
+        assert_closed(device.given)
 
 
 def test_more_than_the_machine_has_is_refused_before_anything_is_taken(

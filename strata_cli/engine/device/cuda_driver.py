@@ -250,9 +250,13 @@ class Context:
             _current.token = self._token
 
     def reap(self) -> None:
-        """Frees the orphans. Waits for the GPU where there are any."""
-        while self.orphans:
-            self.orphans.popleft()(self)
+        """Frees the orphans. Waits for the GPU where there are any. Any thread may call it."""
+        while True:
+            try:
+                free = self.orphans.popleft()
+            except IndexError:
+                return
+            free(self)
 
     def hold(self) -> None:
         """Keeps the context until a drop() more."""

@@ -103,17 +103,20 @@ def fill_rows(parts: Iterable[Rows], progress: Callable[[int], None]) -> None:
     """Copy rows from files to their places, by several threads. Blocks until they are there.
 
     Args:
-        parts: what goes where; places must not overlap. In the files' order it is fastest.
+        parts: what goes where; places must not overlap. In the files' order it is fastest. May
+            take its time: the parts before are copied meanwhile.
         progress: called in this thread with the number of bytes done since the last call.
 
     Raises:
         DeviceError: a source cannot be read any more (its file was cut, or the disk fails).
     """
     with ThreadPoolExecutor(_num_threads(), thread_name_prefix="strata-fill") as threads:
-        for nbytes in threads.map(
-            _copy_rows, _row_pieces(parts)
-        ):  # left early, it cancels the rest
-            progress(nbytes)
+        try:
+            for nbytes in threads.map(_copy_rows, _row_pieces(parts)):
+                progress(nbytes)
+        except BaseException:  # also of the parts, while threads copy those before
+            threads.shutdown(cancel_futures=True)
+            raise
 
 
 def _row_pieces(parts: Iterable[Rows]) -> Iterator[Rows]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from typing import Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.arena import TAIL_BYTES
-from strata_cli.engine.device.base import Device, Tensor
+from strata_cli.engine.device.base import Buffer, Device, Tensor
 from strata_cli.engine.device.filling import Rows, fill_rows
 from strata_cli.engine.device.host_memory import host_memory, memlock_limit
 from strata_cli.engine.device.sizes import gib
@@ -23,6 +24,9 @@ from strata_cli.errors import OutOfMemory
 logger = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[int, int], None]
+
+LOCK_THREADS = 3
+"""Layers whose memory is taken at once: the driver locks one while others are given their pages."""
 
 _HINT = (
     "raise the limit (ulimit -l unlimited, or LimitMEMLOCK=infinity in the systemd unit), "
@@ -97,11 +101,15 @@ def open_arena(
     """
     num_experts = model.spec.num_experts
     counts = pinned_counts(layouts, num_experts, pinned_bytes)
+    layers: list[Tensor] = []
+    start = time.perf_counter()
     with ExitStack() as undo:
-        arena = BlobArena(_allocate(device, layouts, counts, undo), num_experts)
-        _fill(model, arena, progress)
+        room = _Room(device, layouts, counts, undo)
+        _fill(model, room, layers, progress)
+        arena = BlobArena(layers, num_experts)
         undo.pop_all()
-        return arena
+    _tell(arena, time.perf_counter() - start)
+    return arena
 
 
 def pinned_counts(
@@ -114,23 +122,66 @@ def pinned_counts(
     return [max(pinned_bytes, 0) * num_experts // whole] * len(layouts)
 
 
-def _allocate(
-    device: Device, layouts: Sequence[BlobLayout], counts: Sequence[int], undo: ExitStack
-) -> list[Tensor]:
-    """One buffer for each layer: the driver locks smaller pieces where it refuses a large one."""
-    need = sum(layout.nbytes * count for layout, count in zip(layouts, counts, strict=True))
-    if need > host_memory().free_bytes:
-        raise _does_not_fit(need, 0, "")
-    layers: list[Tensor] = []
-    for layout, count in zip(layouts, counts, strict=True):
-        nbytes = layout.nbytes * count
-        try:
-            buffer = undo.enter_context(device.allocate_pinned(nbytes + TAIL_BYTES))
-        except OutOfMemory as error:
-            locked = sum(layer.nbytes for layer in layers)
-            raise _does_not_fit(need, locked, f" ({error.message})") from error
-        layers.append(Tensor.over(buffer, (count, layout.nbytes), np.uint8))
-    return layers
+class _Room:
+    """Memory for layer after layer, locked by threads, some layers ahead of its use.
+
+    One buffer for each layer: the driver locks smaller pieces where it refuses a large one.
+
+    Attributes:
+        counts: experts of each layer.
+
+    Raises:
+        OutOfMemory: the machine has less.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        layouts: Sequence[BlobLayout],
+        counts: Sequence[int],
+        undo: ExitStack,
+    ) -> None:
+        self.counts = tuple(counts)
+        self._shapes = [(n, layout.nbytes) for layout, n in zip(layouts, counts, strict=True)]
+        self._device, self._undo = device, undo
+        if self.nbytes > host_memory().free_bytes:
+            raise _does_not_fit(self.nbytes, 0, "")
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers."""
+        return sum(count * nbytes for count, nbytes in self._shapes)
+
+    def layers(self) -> Generator[Tensor, None, None]:
+        """Each layer's memory as soon as it is there; ``undo`` closes what was given.
+
+        Raises:
+            OutOfMemory: the driver would not lock it.
+        """
+        with ThreadPoolExecutor(LOCK_THREADS, thread_name_prefix="strata-lock") as threads:
+            waiting = [
+                threads.submit(self._device.allocate_pinned, count * nbytes + TAIL_BYTES)
+                for count, nbytes in self._shapes
+            ]
+            locked = 0
+            try:
+                for shape in self._shapes:
+                    buffer = waiting[0].result()
+                    self._undo.enter_context(buffer)
+                    del waiting[0]
+                    yield Tensor.over(buffer, shape, np.uint8)
+                    locked += shape[0] * shape[1]
+            except OutOfMemory as error:
+                raise _does_not_fit(self.nbytes, locked, f" ({error.message})") from error
+            finally:
+                threads.shutdown(cancel_futures=True)
+                _close_all(waiting)
+
+
+def _close_all(waiting: Sequence[Future[Buffer]]) -> None:
+    for future in waiting:
+        if not future.cancelled() and future.exception() is None:
+            future.result().close()
 
 
 def _does_not_fit(need: int, locked: int, reason: str) -> OutOfMemory:
@@ -143,10 +194,14 @@ def _does_not_fit(need: int, locked: int, reason: str) -> OutOfMemory:
     )
 
 
-def _fill(model: ModelFile, arena: BlobArena, progress: Progress | None) -> None:
-    parts = list(_rows(model, arena))
-    total_bytes = sum(part.source.nbytes for part in parts)
-    done_bytes, start = 0, time.perf_counter()
+def _fill(model: ModelFile, room: _Room, layers: list[Tensor], progress: Progress | None) -> None:
+    """Read every layer into its memory, from the first on while others are still locked."""
+    total_bytes = sum(
+        part.rows[:count].nbytes
+        for layer, count in enumerate(room.counts)
+        for part in blob_parts(model, layer)
+    )
+    done_bytes = 0
 
     def count(nbytes: int) -> None:
         nonlocal done_bytes
@@ -154,22 +209,29 @@ def _fill(model: ModelFile, arena: BlobArena, progress: Progress | None) -> None
         if progress is not None:
             progress(done_bytes, total_bytes)
 
-    fill_rows(parts, count)
-    if not total_bytes:
+    def rows() -> Generator[Rows, None, None]:
+        with closing(room.layers()) as locked:
+            for blobs in locked:
+                layers.append(blobs)
+                yield from _rows(model, len(layers) - 1, blobs)
+
+    with closing(rows()) as parts:
+        fill_rows(parts, count)
+
+
+def _rows(model: ModelFile, layer: int, blobs: Tensor) -> Iterator[Rows]:
+    out, count = blobs.numpy(), blobs.shape[0]
+    for part in blob_parts(model, layer):
+        yield Rows(out[:, part.offset_bytes : part.end_bytes], part.rows[:count])
+
+
+def _tell(arena: BlobArena, seconds: float) -> None:
+    if not arena.nbytes:
         logger.info("no experts in page-locked memory: they come from the file when needed")
         return
-    seconds = max(time.perf_counter() - start, 1e-9)
-    share = round(100 * arena.pinned_share)
     logger.info(
-        "%s of experts in page-locked memory (%d %% of them), read at %.1f GB/s",
+        "%s of experts in page-locked memory (%d %% of them), locked and read at %.1f GB/s",
         gib(arena.nbytes),
-        share,
-        total_bytes / seconds / 1e9,
+        round(100 * arena.pinned_share),
+        arena.nbytes / max(seconds, 1e-9) / 1e9,
     )
-
-
-def _rows(model: ModelFile, arena: BlobArena) -> Iterator[Rows]:
-    for layer, blobs in enumerate(arena.layers):
-        out, count = blobs.numpy(), blobs.shape[0]
-        for part in blob_parts(model, layer):
-            yield Rows(out[:, part.offset_bytes : part.end_bytes], part.rows[:count])
