@@ -4,20 +4,25 @@
 //   and decodes them once.
 //
 // A block makes tiles of 128 weight rows and up to 128 tokens, one after the other, in stages of
-// 256 k, or 128 where rows of a type are cut finer. One warp copies raw rows, well ahead. Three
-// copy activations by way of registers, in which lanes exchange them for the order that the tensor
-// cores want. Two warpgroups multiply: a warp decodes 16 rows straight into the registers that
-// wgmma takes, a step ahead of the products, which run beside it. Each sum is made of the same
-// operations in the same order as in matmul_few.cu: slices from zero, totals in ascending order.
+// 256 k, or 128 where rows of a type are cut finer. Four warps copy raw rows. Four copy activations
+// by way of registers, whence stmatrix puts them in the order that the tensor cores want. Two
+// warpgroups multiply: a warp decodes 16 rows straight into the registers that wgmma takes, a step
+// ahead of the products, which run beside it. Each sum is made of the same operations in the same
+// order as in matmul_few.cu: slices from zero, totals in ascending order.
 #include "mma.cuh"
 #include "warpgroup.cuh"
 #include "wide_book.cuh"
 
 constexpr int ROWS = 128, TOKENS = 128;  // most of a tile
-constexpr int X_WARPS = 3, RAW_WARP = 3, MULTIPLYING_WARPS = 8;
-constexpr int FIRST_MULTIPLYING = 4, THREADS = 32 * (FIRST_MULTIPLYING + MULTIPLYING_WARPS);
-constexpr int COPYING_REGISTERS = 104, MULTIPLYING_REGISTERS = 200;
-constexpr int BATCH = 8;  // loads of a warp that are on their way together, twice
+// The warps of a block: those that copy activations, two warpgroups that multiply, those that copy
+// raw rows.
+constexpr int X_WARPS = 4, MULTIPLYING_WARPS = 8, RAW_WARPS = 4;
+constexpr int FIRST_MULTIPLYING = X_WARPS, FIRST_RAW = FIRST_MULTIPLYING + MULTIPLYING_WARPS;
+constexpr int THREADS = 32 * (FIRST_RAW + RAW_WARPS);
+constexpr int X_REGISTERS = 96, RAW_REGISTERS = 32, MULTIPLYING_REGISTERS = 192;
+constexpr int BATCH = 8;                             // loads of a lane that start together
+constexpr int TILE_BYTES = TOKENS * TILE_ROW_BYTES;  // of 64 k
+constexpr int GROUPS = TOKENS / (4 * X_WARPS);       // of four tokens, of a warp
 
 // What all tiles of a launch share.
 struct Product {
@@ -55,12 +60,9 @@ struct Warpgroups {
     static constexpr int RAW_SLOT_BYTES = ROWS * PITCH + 16;
     static constexpr bool FULL =
         !R::IS_FLOAT && 4 * LANE >= 128;  // every stage lies within the row
-    // Tokens of one load of a warp, whose rows of a stage are consecutive bytes.
-    static constexpr int TOGETHER = 256 / STAGE;
-    // A step's four planes of 16 bytes per token; the padding keeps what a warp stores together in
-    // different banks.
-    static constexpr int STEP_BYTES = 4 * PLANE_BYTES + 16 * TOGETHER;
-    static constexpr int X_SLOT_BYTES = STEPS * STEP_BYTES;
+    // Activations of a stage: so many tiles of 64 k, in batches of so many groups of tokens.
+    static constexpr int TILES = STAGE / 64, TOGETHER = BATCH / TILES, BATCHES = GROUPS / TOGETHER;
+    static constexpr int X_SLOT_BYTES = TILES * TILE_BYTES;
 
     struct Gates {
         unsigned long long x_full[X_SLOTS], x_free[X_SLOTS], raw_full[RAW_SLOTS],
@@ -89,7 +91,7 @@ struct Warpgroups {
             open_gate(&gates->x_free[i], MULTIPLYING_WARPS);
         }
         for (int i = 0; i < RAW_SLOTS; i++) {
-            open_gate(&gates->raw_full[i], 32);
+            open_gate(&gates->raw_full[i], 32 * RAW_WARPS);
             open_gate(&gates->raw_free[i], MULTIPLYING_WARPS);
         }
         publish_gates();
@@ -110,12 +112,13 @@ struct Warpgroups {
 
     // -- raw rows --------------------------------------------------------------------------------
 
-    // Four lanes copy a row's stage, 64 bytes at a time; zeros follow where the row ends within.
+    // Four threads copy a row's stage, 64 bytes at a time; zeros follow where the row ends within.
     __device__ void copy_rows(const Tile &tile, int stage, int slot) const {
         const int first = 16 * (threadIdx.x % 4);
         const int length = FULL ? RAW_BYTES : R::bytes(min(STAGE, product.cols - stage * STAGE));
-#pragma unroll 4
-        for (int row = threadIdx.x % 32 / 4; row < ROWS; row += 8) {
+#pragma unroll 1
+        for (int i = 0; i < ROWS / (8 * RAW_WARPS); i++) {
+            const int row = (threadIdx.x - 32 * FIRST_RAW) / 4 + 8 * RAW_WARPS * i;
             const unsigned char *from = row_at(tile, row) + stage * RAW_BYTES;
             const int phase = phase_of(lower_bits(from));
             from += first - phase;
@@ -146,111 +149,96 @@ struct Warpgroups {
 
     // -- activations -----------------------------------------------------------------------------
 
-    // Where the stream of loads is. A warp loads every third group of TOGETHER tokens; lane e has
-    // where token e and token e + 32 of them begin in x, in 16 bytes.
+    // Where the stream of loads is: the next batch, and where the rows of x begin, in 16 bytes, of
+    // this lane's token in each group of its warp.
     struct Source {
-        int tile, stage, first;  // the first of its groups that is not loaded yet
-        int groups;              // of the tile, of this warp
-        unsigned rows[2];
+        int tile, stage;
+        unsigned rows[GROUPS];
+        int groups;  // that the tile has
     };
 
     // A batch of loads that is on its way.
     struct Batch {
-        uint4 octets[BATCH];
-        int first, count;
-        bool is_last;  // of its stage
+        uint4 octets[TOGETHER][TILES];
+        int groups;
     };
 
+    // Lane 8u + 4i + t has token u of each group, of all its steps 2q + i octet t.
     template <class Tiles>
     __device__ void begin_tile(Source &source, const Tiles &tiles) const {
         const Tile tile = tiles.tile(source.tile);
-        const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-        source.groups = ((tile.count + TOGETHER - 1) / TOGETHER - warp + X_WARPS - 1) / X_WARPS;
+        const int warp = threadIdx.x / 32, first = 4 * warp + (threadIdx.x & 31) / 8;
+        source.groups = ((tile.count + 3) / 4 - warp + X_WARPS - 1) / X_WARPS;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int e = lane + 32 * i;
-            const int token = TOGETHER * (warp + X_WARPS * (e / TOGETHER)) + e % TOGETHER;
-            source.rows[i] =
-                tiles.row_of(tile.first + min(token, tile.count - 1)) * (product.cols / 8);
+        for (int i = 0; i < GROUPS; i++) {
+            const int token = min(first + 4 * X_WARPS * i, tile.count - 1);
+            source.rows[i] = tiles.row_of(tile.first + token) * (product.cols / 8);
         }
     }
 
-    template <class Tiles>
-    __device__ void load(Batch &batch, Source &source, const Tiles &tiles) const {
-        const int lane = threadIdx.x & 31, octet = lane % (STAGE / 8), u = lane / (STAGE / 8);
-        const int k = source.stage * STAGE + 8 * octet;
-        const bool in_row = FULL || k < product.cols;
-        const uint4 *from = reinterpret_cast<const uint4 *>(product.activations) + k / 8;
-        batch.first = source.first;
-        batch.count = min(BATCH, source.groups - source.first);
+    __device__ void load(Batch &batch, const Source &source, int number) const {
+        const int own_k = source.stage * STAGE + R::k_of(threadIdx.x / 4 & 1, threadIdx.x & 3);
+        const uint4 *from = reinterpret_cast<const uint4 *>(product.activations) + own_k / 8;
+        batch.groups = source.groups - number * TOGETHER;
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            if (i >= batch.count) break;
-            const int e = TOGETHER * (source.first + i) + u;
-            const unsigned low = __shfl_sync(0xffffffffu, source.rows[0], e & 31);
-            const unsigned high = __shfl_sync(0xffffffffu, source.rows[1], e & 31);
-            batch.octets[i] =
-                in_row ? load_ahead(from + (e < 32 ? low : high)) : make_uint4(0, 0, 0, 0);
+        for (int g = 0; g < TOGETHER; g++) {
+            if (g >= batch.groups) break;
+            const uint4 *row = from + source.rows[number * TOGETHER + g];
+#pragma unroll
+            for (int q = 0; q < TILES; q++) {
+                const int k = R::k_of(2 * q, 0);
+                batch.octets[g][q] = FULL || own_k + k < product.cols ? load_ahead(row + k / 8)
+                                                                      : make_uint4(0, 0, 0, 0);
+            }
         }
-        source.first += BATCH;
-        batch.is_last = source.first >= source.groups;
-        if (!batch.is_last) return;
-        source.first = 0;
+    }
+
+    // Each word of four lanes' octets becomes 16 bytes of a tile's row: the order of mma.cuh.
+    __device__ void store(const Batch &batch, unsigned slot, int number) const {
+        const int lane = threadIdx.x & 31, token = threadIdx.x / 32 * 4 + (lane & 7) / 2;
+        const int chunk = 4 * (lane & 1) + lane / 8;
+        const unsigned to = slot + token * TILE_ROW_BYTES + 16 * (chunk ^ (token & 7));
+#pragma unroll
+        for (int g = 0; g < TOGETHER; g++) {
+            if (g >= batch.groups) break;
+            const int row = 4 * X_WARPS * (number * TOGETHER + g);
+#pragma unroll
+            for (int q = 0; q < TILES; q++)
+                store_words(to + row * TILE_ROW_BYTES + q * TILE_BYTES, batch.octets[g][q]);
+        }
+    }
+
+    // After the last batch of a stage.
+    template <class Tiles>
+    __device__ void go_on(Source &source, const Tiles &tiles) const {
         if (++source.stage < stages) return;
         source.stage = 0;
         if (++source.tile < tiles.count) begin_tile(source, tiles);
     }
 
-    // Lane 4r + t gets octet t of its row's step, of those that it and others loaded; then each
-    // word of four lanes becomes 16 bytes of a plane: the order of mma.cuh.
-    __device__ void store(const Batch &batch, unsigned slot) const {
-        const int lane = threadIdx.x & 31, t = lane & 3, warp = threadIdx.x / 32;
-        const int own_u = lane / 4 / STEPS, own_step = lane / 4 % STEPS;
-        const int source = STAGE / 8 * own_u + own_step / R::OCTETS * 4 * R::OCTETS +
-                           t * R::OCTETS + own_step % R::OCTETS;
-        const int u = lane % 8 / STEPS, step = lane % 8 % STEPS, plane = lane / 8;
-        const int token = TOGETHER * (warp + X_WARPS * batch.first) + u;
-        const unsigned to = slot + step * STEP_BYTES + plane * PLANE_BYTES + 16 * token;
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            if (i >= batch.count) break;
-            uint4 v = batch.octets[i];
-            if (LANE > 8) {
-                v.x = __shfl_sync(0xffffffffu, v.x, source);
-                v.y = __shfl_sync(0xffffffffu, v.y, source);
-                v.z = __shfl_sync(0xffffffffu, v.z, source);
-                v.w = __shfl_sync(0xffffffffu, v.w, source);
-            }
-            store_words(to + 16 * TOGETHER * X_WARPS * i, v);
-        }
-    }
-
-    // Stores a batch while the next one is on its way; false after the last.
     template <class Tiles>
-    __device__ bool pass_on(Batch &batch, Batch &next, Source &source, Turn<X_SLOTS> &turn,
-                            const Tiles &tiles) const {
-        const bool goes_on = source.tile < tiles.count;
-        if (goes_on) load(next, source, tiles);
-        if (batch.first == 0) pass_gate(&gates->x_free[turn.slot], turn.parity ^ 1);
-        store(batch, shared_address(x + turn.slot * X_SLOT_BYTES));
-        if (batch.is_last) {
+    __device__ void copy_x(const Tiles &tiles) const {
+        if (tiles.count == 0) return;
+        Source source = {0, 0};
+        begin_tile(source, tiles);
+        Batch batches[2];
+        load(batches[0], source, 0);
+        Turn<X_SLOTS> turn;
+#pragma unroll 1
+        for (int left = tiles.count * stages; left > 0; left--) {
+            const unsigned slot = shared_address(x + turn.slot * X_SLOT_BYTES);
+            pass_gate(&gates->x_free[turn.slot], turn.parity ^ 1);
+#pragma unroll
+            for (int i = 0; i < BATCHES; i++) {
+                if (i + 1 == BATCHES) go_on(source, tiles);
+                if (i + 1 < BATCHES || left > 1)
+                    load(batches[(i + 1) % 2], source, (i + 1) % BATCHES);
+                store(batches[i % 2], slot, i);
+            }
             publish_to_tensor_cores();
             __syncwarp();
             if (threadIdx.x % 32 == 0) arrive(&gates->x_full[turn.slot]);
             turn.go_on();
-        }
-        return goes_on;
-    }
-
-    template <class Tiles>
-    __device__ void copy_x(const Tiles &tiles) const {
-        if (tiles.count == 0) return;
-        Source source = {0, 0, 0};
-        begin_tile(source, tiles);
-        Batch even, odd;
-        load(even, source, tiles);
-        Turn<X_SLOTS> turn;
-        while (pass_on(even, odd, source, turn, tiles) && pass_on(odd, even, source, turn, tiles)) {
         }
     }
 
@@ -324,12 +312,13 @@ struct Warpgroups {
         unsigned (&own_w)[2][4] = w[STEP % 2];
         begin_products();
         multiply_async<NUM>(sums.of, own_w[0], b, STEP > 0 || adds);
-        multiply_async<NUM>(sums.of, own_w[1], b + 2 * PLANE_BYTES / 16, 1);
+        multiply_async<NUM>(sums.of, own_w[1], b + 32 / 16, 1);
         commit_products();
         wait_products<1>();
         if constexpr (STEP + 1 < STEPS) {
             decode_step<STEP + 1>(w[(STEP + 1) % 2], own, stage, book);
-            multiply_steps<STEP + 1>(sums, own, w, stage, b + STEP_BYTES / 16, adds, book);
+            constexpr int next = STEP % 2 ? TILE_BYTES - 64 : 64;
+            multiply_steps<STEP + 1>(sums, own, w, stage, b + next / 16, adds, book);
         }
     }
 
@@ -349,7 +338,7 @@ struct Warpgroups {
         for (int number = 0; number < stages; number++) {
             pass_gate(&gates->x_full[rings.x.slot], rings.x.parity);
             multiply_steps<0>(sums, own, w, stage,
-                              planes_descriptor(shared_address(x + rings.x.slot * X_SLOT_BYTES)),
+                              tile_descriptor(shared_address(x + rings.x.slot * X_SLOT_BYTES)),
                               left_of_slice != product.slice, book);
             free_slot(&gates->raw_free[rings.raw.slot]);
             rings.raw.go_on();
@@ -407,14 +396,14 @@ struct Warpgroups {
     __device__ void run(const Tiles &tiles, Book book) const {
         const int warp = threadIdx.x / 32;
         if (warp < FIRST_MULTIPLYING) {
-            give_registers<COPYING_REGISTERS>();
-            if (warp == RAW_WARP)
-                copy_raw(tiles);
-            else
-                copy_x(tiles);
-        } else {
+            give_registers<X_REGISTERS>();
+            copy_x(tiles);
+        } else if (warp < FIRST_RAW) {
             take_registers<MULTIPLYING_REGISTERS>();
             multiply_tiles<NUM>(tiles, book);
+        } else {
+            give_registers<RAW_REGISTERS>();
+            copy_raw(tiles);
         }
     }
 };
@@ -513,7 +502,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     matmul_warpgroup(const float *, const unsigned short *activations, const unsigned char *data,
                      float *out, long long, long long tokens, long long rows, long long cols,
                      long long slice) {
-    extern __shared__ __align__(128) unsigned char shared[];
+    extern __shared__ __align__(1024) unsigned char shared[];
     const Warpgroups<TYPE, LANE, ALIGN, X_SLOTS, RAW_SLOTS> block(
         {activations, out, static_cast<int>(rows), static_cast<int>(cols), static_cast<int>(slice)},
         shared);
@@ -535,7 +524,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                       const int *row_of, const int *expert_start, float *out, long long,
                       long long rows, long long cols, long long offset_bytes, long long experts,
                       long long slice) {
-    extern __shared__ __align__(128) unsigned char shared[];
+    extern __shared__ __align__(1024) unsigned char shared[];
     const Warpgroups<TYPE, LANE, ALIGN, X_SLOTS, RAW_SLOTS> block(
         {activations, out, static_cast<int>(rows), static_cast<int>(cols), static_cast<int>(slice)},
         shared);

@@ -1,16 +1,17 @@
 // Products of a warpgroup, four warps together, by wgmma (sm_90a), and what orders them.
 //
-// The tensor cores read the right operand from shared memory: two planes of 8 k each, which have 16
-// bytes for every token.
+// The tensor cores read the right operand from shared memory: a tile has a row of 64 k, 128 bytes,
+// for each token, and begins at a multiple of 1,024 bytes; 16 bytes c of row r lie at place
+// c ^ (r & 7).
 #pragma once
 #include "bulk.cuh"
 
-constexpr int PLANE_BYTES = 128 * 16;  // from one plane to the next
+constexpr int TILE_ROW_BYTES = 128;
 
-// Names the two planes from an address in shared memory on.
-__device__ inline unsigned long long planes_descriptor(unsigned address) {
-    constexpr unsigned long long plane = PLANE_BYTES / 16, eight_tokens = 8;
-    return address / 16 | plane << 16 | eight_tokens << 32;
+// Names such a tile from an address in shared memory on; 32 bytes more are the next 16 k.
+__device__ inline unsigned long long tile_descriptor(unsigned address) {
+    constexpr unsigned long long eight_rows = 8 * TILE_ROW_BYTES / 16, swizzle_128 = 1;
+    return address / 16 | 1ull << 16 | eight_rows << 32 | swizzle_128 << 62;
 }
 
 // Before the first product after registers that products read or write were changed.
