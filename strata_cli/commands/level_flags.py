@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+from click.core import ParameterSource
+
 from strata_cli.commands.prompt import input_bytes
 from strata_cli.config import StrataConfig
 from strata_cli.decisions.calibration import Calibration, parse_calibration
@@ -35,6 +38,13 @@ class LevelFlags:
         if self.level != "L1" and self.calibration is not None:
             raise ConfigError(
                 f"--calibration is for --level L1, and this is {self.level}", hint="--level L1"
+            )
+
+        source = click.get_current_context().get_parameter_source("prior")
+        if self.level == "raw" and source is ParameterSource.COMMANDLINE:
+            raise ConfigError(
+                f"--prior {self.prior} would have no effect: --level raw divides nothing out",
+                hint="leave it out, or --level L0",
             )
 
     def rules(self, config: StrataConfig) -> DecisionRules:

@@ -97,6 +97,7 @@ def test_bad_lines_stop_the_run_or_are_skipped(
         (["--jsonl", "IN", "--out", "OUT", "--ray"], "--ray needs --device host or cuda:0, not"),
         (["--jsonl", "-", "--out", "OUT", "--ray"], "--ray needs a file of states, not stdin"),
         (["s", "--level", "L1"], "--level L1 needs --calibration FILE"),
+        (["s", "--level", "raw", "--prior", "none"], "--prior none would have no effect: --level"),
         (["s", "--calibration", "IN"], "--calibration is for --level L1, and this is L0"),
         (["s", "--level", "L1", "--calibration", "IN"], "IN is no calibration"),
     ],
