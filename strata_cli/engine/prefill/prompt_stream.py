@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.device.base import Device, Stream, Tensor
 from strata_cli.engine.experts.depth import AutoDepth
-from strata_cli.engine.experts.entries import RingShape, rank_experts
+from strata_cli.engine.experts.entries import Ranking, RingShape, rank_experts
 from strata_cli.engine.experts.keeping import KeptBlobs
 from strata_cli.engine.experts.order import by_score, count_likely, expected_use
 from strata_cli.engine.experts.ring import Ring
@@ -80,6 +81,19 @@ class Setting:
     reads: Stream
     store: ExpertStore
     trace: Trace = NO_TRACE
+
+
+class _Ranked(NamedTuple):
+    """How a chunk's experts are copied.
+
+    Attributes:
+        ranking: as far as it is known.
+        num_likely, foresees: see ChunkStream.
+    """
+
+    ranking: Ranking
+    num_likely: list[int] | None
+    foresees: bool
 
 
 class History:
@@ -250,31 +264,37 @@ class PromptStream:
         if self._kept is not None:
             resident = resident | self._kept.is_kept
             addresses = np.where(self._kept.is_kept, self._kept.addresses, addresses)
-        order, num_likely = None, None
-        if self._rules.is_likely:
-            order = self._history.order()
-            num_likely = self._history.num_likely(num_tokens, ~resident)
-        ranking, learnt = rank_experts(resident, order), self._history.depth
+        ranking, num_likely, foresees = self._ranked(num_tokens, resident, ring)
         stream = ChunkStream(
             ranking,
             ring,
             store.blobs,
             self._rules.stream,
             kept,
-            learnt,
+            self._history.depth,
             num_likely,
-            foresees=self._foresees(num_tokens),
+            foresees=foresees,
         )
         with store.staging(stream.entries), stream, self._cancellation.stopping(stream.stop):
             share = None if is_short else self._share_of(num_tokens, ring)
-            leaning = self._history.leaning if stream.foresees else None
+            leaning = self._history.leaning if foresees else None
             yield StreamFeed(self._tables, stream, ranking, addresses, ring.shape, share, leaning)
             stream.finish()
         self._history.add(stream, num_tokens, is_typical=not is_short)
 
-    def _foresees(self, num_tokens: int) -> bool:
+    def _ranked(self, num_tokens: int, resident: NDArray[np.bool_], ring: Ring) -> _Ranked:
+        """In which order a chunk's experts are copied; link and device stand still meanwhile."""
         rules = self._rules
-        return rules.is_likely and rules.foresees and num_tokens < LONG_CHUNK_TOKENS
+        if not rules.is_likely or ring.num_slots <= SMALL_RING_SLOTS:
+            return _Ranked(rank_experts(resident), None, foresees=False)
+        num_likely = self._history.num_likely(num_tokens, ~resident)
+        if not rules.foresees or num_tokens >= LONG_CHUNK_TOKENS:
+            ranking = rank_experts(resident, self._history.order())
+            return _Ranked(ranking, num_likely, foresees=False)
+        ranking = rank_experts(resident)
+        if ranking.num_layers:
+            ranking.reorder(0, self._history.leaning[0])  # the others in turn
+        return _Ranked(ranking, num_likely, foresees=True)
 
     def _share_of(self, num_tokens: int, ring: Ring) -> HostShare | None:
         share = self._share
