@@ -64,8 +64,8 @@ CHANGES = {
         ),
         ("    return found.count > 0;\n", f"    stamp({FOUND});\n    return found.count > 0;\n"),
         (
-            "columns, gate, warps);\n    __syncthreads();\n",
-            f"columns, gate, warps);\n    stamp({LOADED});\n    __syncthreads();\n"
+            "columns, gate, warps);\n    block_barrier();\n",
+            f"columns, gate, warps);\n    stamp({LOADED});\n    block_barrier();\n"
             f"    stamp({TOGETHER});\n",
         ),
         (
@@ -78,8 +78,8 @@ CHANGES = {
             f"        stamp({MADE});\n        team.wait();\n        add_slices(",
         ),
         (
-            "    make_tiles(work, shared, columns, team);\n",
-            f"    make_tiles(work, shared, columns, team);\n    stamp({DONE});\n",
+            "        make_tiles<false>(work, shared, columns, team);\n",
+            f"        make_tiles<false>(work, shared, columns, team);\n    stamp({DONE});\n",
         ),
     ),
 }

@@ -208,6 +208,12 @@ def _book_bytes(kind: _Kind) -> int:
     return WIDE_BOOK_BYTES if kind.qtype in WIDE_BOOKS else BOOK_BYTES
 
 
+def _together(matrix: Matrix, tile_rows: int, rows: int, columns: int) -> int:
+    """Slices that a warp multiplies together: of few rows, where lanes would have none."""
+    is_even = matrix.cols % slice_cols(matrix.qtype, matrix.cols) == 0
+    return 8 // tile_rows if rows == 8 and columns == 1 and is_even else 1
+
+
 def _tile_sum_bytes(matrices: tuple[Matrix, ...], rows: int, columns: int) -> int:
     return max(map(_num_slices, matrices)) * rows * columns * 4
 
@@ -254,7 +260,8 @@ def _shapes(
             for kind in _kinds(matrices)
         )
         part_slices = blocks(slices, parts)
-        team_warps = blocks(part_slices, blocks(part_slices, warps))
+        jobs = blocks(part_slices, _together(main, tile_rows[_kind(main)], rows, columns))
+        team_warps = blocks(jobs, blocks(jobs, warps))
         for teams in range(max(1, min(tiles, warps // team_warps)), 0, -1):
             sums = _sums(tile_sum_bytes, tiles, teams)
             fixed = _fixed_bytes(matrices, columns) + teams * sums * tile_sum_bytes
@@ -289,11 +296,12 @@ def _spread(shape: _Shape, resident: int, limit: int) -> _Shape:
 
 
 def few_rows(matrices: tuple[Matrix, ...], segments: int) -> int:
-    """Weight rows of a tile: sixteen where their bytes are few and tiles many."""
+    """Weight rows of a tile: sixteen where their bytes are few, and warps have enough of them."""
     main = _main(matrices)
     tiles = sum(blocks(m.rows, 16) for m in matrices) * segments
     is_light = 16 * main.bytes_of(main.cols) <= LIGHT_TILE_BYTES
-    return 16 if is_light and tiles >= 2 * MULTIPROCESSORS else 8
+    is_many = tiles * _num_slices(main) > MULTIPROCESSORS * USUAL_WARPS // 2
+    return 16 if is_light and is_many else 8
 
 
 def _choose(
@@ -360,8 +368,11 @@ def few_plan(
     if not experts:
         segments = blocks(tokens, shape.columns)
     warps = shape.teams * shape.team_warps
-    if is_gated:  # two activations a thread: more would follow one another
-        warps = max(warps, min(USUAL_WARPS, blocks(matrices[0].cols, 2 * WARP)))
+    # So many that none loads activations twice in a row: two gated ones a thread, or two octets.
+    loads = (
+        blocks(matrices[0].cols, 2) if is_gated else blocks(matrices[0].cols, 16) * shape.columns
+    )
+    warps = max(warps, min(USUAL_WARPS, blocks(loads, WARP)))
     kinds = _kinds(matrices)
     cuts = [number for cut in shape.cuts for number in cut[:6]]
     own: tuple[int, ...] = ()

@@ -76,6 +76,14 @@ __device__ inline Layout layout_from(long long teams, long long team_warps, long
             static_cast<int>(slot_chunks), static_cast<int>(parts),      static_cast<int>(sums)};
 }
 
+// Slices of a tile of half of eight rows, or fewer, that a warp multiplies together where there is
+// one column of x: each slice has rows and a column of x of its own; of the products, those that
+// cross are left out. 1 << this.
+__device__ inline int together_shift(const Plan &plan, int cols, int count) {
+    const bool fits = count == 1 && plan.slices * plan.slice == cols;
+    return fits ? 3 - (31 - __clz(plan.tile_rows)) : 0;
+}
+
 // The matrices of a launch.
 template <int ROWS, int MATRICES, class... Kinds>
 struct Work {
@@ -128,6 +136,14 @@ struct Work {
             most = max(most, 31 - __clz(spans));
         }
         return most;
+    }
+
+    // Whether slices of any kind are multiplied together.
+    __device__ bool has_together(int count) const {
+        bool has = false;
+#pragma unroll
+        for (int i = 0; i < KINDS; i++) has = has || together_shift(plans[i], cols, count) > 0;
+        return has;
     }
 
     __device__ Cut cut_of(int kind) const {
@@ -424,8 +440,24 @@ struct Shared {
     }
 };
 
+// What a lane has: a row of a tile, a slice and a column of x among those of its warp.
+template <bool TOGETHER>
+struct Share {
+    int slices = 1, row, slice = 0, column = 0;
+
+    __device__ Share(const Plan &plan, int cols, int count) : row((threadIdx.x & 31) / 4) {
+        if constexpr (TOGETHER) {
+            const int shift = together_shift(plan, cols, count);
+            slices = 1 << shift;
+            column = min(row, slices - 1);
+            slice = row >> 3 - shift;
+            row -= slice << 3 - shift;
+        }
+    }
+};
+
 // All slices of a stage that are the calling warp's.
-template <int ROWS, class Own, class Places, class Shared, class Book>
+template <bool TOGETHER, int ROWS, class Own, class Places, class Shared, class Book>
 __device__ inline void multiply_stage(const Shared &shared, const Plan &plan, const Cut &cut,
                                       const Team &team, int cols, int count, const Held &held,
                                       const unsigned char *slot, int part, float *sums, Book book) {
@@ -433,24 +465,31 @@ __device__ inline void multiply_stage(const Shared &shared, const Plan &plan, co
     constexpr int align = stage_alignment(Own::ALIGN, Own::R::bytes(256));
     const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
     const int begin = part * plan.part_slices, end = min(begin + plan.part_slices, plan.slices);
+    const Share<TOGETHER> share(plan, cols, count);
 #pragma unroll 1
-    for (int slice = begin + team.warp; slice < end; slice += team.warps) {
-        const int first_k = slice * plan.slice, length = min(plan.slice, cols - first_k);
+    for (int first = begin + team.warp * share.slices; first < end;
+         first += team.warps * share.slices) {
+        const int slice = min(first + share.slice, end - 1);
         Staged<Own::ALIGN> rows[ROWS / 8];
 #pragma unroll
         for (int half = 0; half < ROWS / 8; half++) {
             // Rows that the last tile lacks are made of what was there before, and left out.
-            const int row = min(8 * half + g, plan.tile_rows - 1);
+            const int row = min(8 * half + share.row, plan.tile_rows - 1);
             const int offset = held.before[row >> cut.span_shift] + row_place(cut, row) +
                                (slice - begin) * cut.slice;
             rows[half] = {slot, offset / align * align};
         }
         float part_sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        const int first_k = min(first + share.column, end - 1) * plan.slice;
+        const int length = min(plan.slice, cols - first_k);
         const int at = (first_k / 32 * count + min(g, count - 1)) * 4 + t;
         multiply_slice<ROWS, Own>(part_sums, rows, shared.planes + own * shared.plane + at,
                                   (Places::REST - own) * shared.plane, (length + 31) / 32, count,
                                   book);
-        store_sums<ROWS>(sums + slice * ROWS * count, part_sums, count);
+        if (share.slices == 1)
+            store_sums<ROWS>(sums + slice * ROWS * count, part_sums, count);
+        else if (t == share.slice / 2 && first + share.slice < end)
+            sums[slice * ROWS + share.row] = share.slice % 2 ? part_sums[1] : part_sums[0];
     }
 }
 
@@ -475,7 +514,7 @@ __device__ inline void start_team_stage(const Work<ROWS, MATRICES, Kinds...> &wo
 #endif
 
 // The tiles of one team: multiplies what has come, and writes the results.
-template <class Shared, int ROWS, int MATRICES, class... Kinds>
+template <bool TOGETHER, class Shared, int ROWS, int MATRICES, class... Kinds>
 __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, const Shared &shared,
                                   const Columns &columns, const Team &team) {
     const Layout &layout = work.layout;
@@ -510,7 +549,7 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
                 const Plan plan = work.plan_of(kind);
                 const Cut cut = work.cut_of(kind);
                 with_kind<Kinds...>(kind, [&](auto as) {
-                    multiply_stage<ROWS, decltype(as), Planes<Kinds...>>(
+                    multiply_stage<TOGETHER, ROWS, decltype(as), Planes<Kinds...>>(
                         shared, plan, cut, team, work.cols, columns.count, held, slot, part,
                         sums + i * shared.set, book);
                 });
@@ -625,7 +664,10 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
     load_activations<Kinds...>(shared.planes, x, work.cols, columns, gate, warps);
     block_barrier();
     if (team.number >= team.count) return;
-    make_tiles(work, shared, columns, team);
+    if (ROWS == 8 && work.has_together(columns.count))
+        make_tiles<ROWS == 8>(work, shared, columns, team);
+    else
+        make_tiles<false>(work, shared, columns, team);
 }
 
 // matmul_few: grid (passes of `columns` tokens, blocks): passes over the same rows run side by
