@@ -19,13 +19,17 @@ from strata_cli.engine.kernels.fetch import (
     MOST_FETCHED,
     SPAN_BYTES,
     Ahead,
+    LayersAhead,
     bring_ahead,
+    bring_layers,
+    can_bring_layers,
     fetch_blobs,
     fetch_stride,
     learn_errors,
 )
 from strata_cli.engine.kernels.splitting import SlotRange
 from strata_cli.errors import ShapeError
+from tests.device.gates import wait_until
 from tests.kernels.lab import Lab
 
 GUARD = 0xA5  # what fresh memory of the lab holds
@@ -86,19 +90,25 @@ class Scene:
         return [int(expert) for expert in chosen]
 
     def fetch(
-        self, pairs_of: NDArray[np.int32], come: list[int] | None = None
+        self,
+        pairs_of: NDArray[np.int32],
+        come: list[int] | None = None,
+        following: Tensor | None = None,
     ) -> NDArray[np.int64]:
         """Fetch for so many pairs of each expert, [E]; returns the staged addresses.
 
         Args:
             pairs_of: see above.
             come: what is in the slots of what was brought ahead; None: nothing ever was.
+            following: state of the next layer, [1, AHEAD_WORDS]; None: there is none.
         """
         start = np.concatenate([[0], np.cumsum(pairs_of)]).astype(np.int32)
         staged = self.lab.empty(self.addresses.shape, np.int64)
         addresses, starts = self.lab.put(self.addresses), self.lab.put(start)
         operands = (addresses, starts, self.cached, self.slots, staged, self.blob_bytes)
-        fetch_blobs(self.lab.stream, *operands, None if come is None else self.ahead)
+        ahead = None if come is None else self.ahead
+        following = None if following is None else following.reshape(AHEAD_WORDS)
+        fetch_blobs(self.lab.stream, *operands, ahead, following)
         found: NDArray[np.int64] = self.lab.get(staged)
         self.check(found, start, come or [])
         return found
@@ -116,7 +126,8 @@ class Scene:
             assert at // self.stride == (come.index(expert) if is_there else slot)
             assert at % LINE_BYTES == self.addresses[expert] % LINE_BYTES
             memory = self.lab.get(slots).reshape(-1)
-            assert (memory[at : at + self.blob_bytes] == self.blobs[expert]).all()
+            blob = self.blobs[expert][: self.blob_bytes]
+            assert (memory[at : at + self.blob_bytes] == blob).all()
 
     def slots_now(self) -> NDArray[np.uint8]:
         found: NDArray[np.uint8] = self.lab.get(self.slots)
@@ -233,7 +244,8 @@ def test_a_fetch_takes_over_where_it_ends_what_comes_ahead(lab: Lab, spans: int)
     if not lab.device.has_own_memory:
         spans -= spans % whole  # only whole blobs come there
     state = np.zeros(AHEAD_WORDS, np.int32)
-    state[:7] = [spans, spans, 0, len(come), *come]
+    state[:4] = [spans, spans, 0, len(come)]
+    state[-MOST_AHEAD:][: len(come)] = come
     upload(lab.device, lab.stream, scene.ahead.state, state)
     slots = np.full((3, scene.stride), GUARD, np.uint8)
     for slot, expert in enumerate(come):
@@ -276,6 +288,47 @@ def test_what_comes_on_another_stream_may_end_at_any_moment(lab: Lab, delay: int
             assert (memory[at : at + scene.blob_bytes] == scene.blobs[expert]).all()
         lab.stream.join(side)
     lab.stream.synchronize()
+    side.close()
+
+
+@pytest.mark.parametrize("blob_bytes", [1, 4098, 28_700, 70_002])
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_one_launch_brings_for_all_layers(lab: Lab, blob_bytes: int, num_tokens: int) -> None:
+    """In turn, once each layer before has fetched; where the device cannot, nothing comes."""
+    layers, experts, rng = 4, 9, np.random.default_rng(blob_bytes)
+    scene = Scene(lab, blob_bytes, rng.random(experts) < 0.3, num_slots=experts)
+    sizes = np.array([blob_bytes, blob_bytes, max(blob_bytes // 2, 1), blob_bytes], np.int64)
+    foreseen = rng.standard_normal((layers, 2, experts), np.float32)
+    errors = rng.standard_normal((layers, experts), np.float32)
+    ahead = LayersAhead(
+        lab.put(np.zeros((layers, AHEAD_WORDS), np.int32)),
+        lab.empty((2, 3, scene.stride), np.uint8),
+        lab.put(sizes),
+    )
+    side = lab.device.stream("side")
+    addresses = lab.put(np.tile(scene.addresses, (layers, 1)))
+    operands = lab.put(foreseen), lab.put(errors), addresses
+    lab.stream.fork(side)
+    bring_layers(side, *operands, scene.cached, ahead, num_tokens, 7)
+    may_come = ~scene.is_cached
+    for layer in range(layers):
+        turn, state = layer % 2, ahead.states.rows(layer, layer + 1).reshape(AHEAD_WORDS)
+        scene.blob_bytes = int(sizes[layer])
+        slots = ahead.slots.rows(turn, turn + 1)
+        scene.ahead = Ahead(state, slots.reshape(*slots.shape[1:]))
+        if layer and can_bring_layers(lab.stream):
+            wait_until(lambda state=state: lab.get(state)[1] > 0)  # type: ignore[misc]
+        following = ahead.states.rows(layer + 1, layer + 2) if layer + 1 < layers else None
+        come = None
+        if layer:
+            own, number = foreseen[layer, :num_tokens], lab.get(state)
+            listed = BRING_AHEAD.reference(own, errors[layer], may_come, 7, 3).tolist()
+            come = listed if number[1] else []
+        scene.fetch(np.ones(experts, np.int32), come, following)
+    lab.stream.join(side)
+    lab.stream.synchronize()
+    states = lab.get(ahead.states)
+    assert (states[1:, 1] > 0).all() == can_bring_layers(lab.stream)
     side.close()
 
 

@@ -23,7 +23,10 @@ from strata_cli.engine.kernels.fetch import (
     AHEAD_WORDS,
     MOST_FETCHED,
     Ahead,
+    LayersAhead,
     bring_ahead,
+    bring_layers,
+    can_bring_layers,
     fetch_blobs,
     fetch_stride,
     learn_errors,
@@ -78,20 +81,30 @@ class Foresight:
         device: of the passes.
         shape: layers, and experts of each.
         slots_shape: slots, and bytes of each.
+        blob_bytes: of each layer's experts.
 
     Attributes:
         stream: beside that of the passes.
+        is_whole: one launch serves a whole pass, else one each layer.
         states: of all layers, see Ahead.
         errors: what is added to foreseen logits, float32 [L, E].
     """
 
     def __init__(
-        self, device: Device, shape: tuple[int, int], slots_shape: tuple[int, int]
+        self,
+        device: Device,
+        shape: tuple[int, int],
+        slots_shape: tuple[int, int],
+        blob_bytes: Sequence[int],
     ) -> None:
         num_slots, stride = slots_shape
         with ExitStack() as resources:
             self.stream = device.stream("ahead")
             resources.callback(self.stream.close)
+            self.is_whole = can_bring_layers(self.stream)
+            table = device.resident(np.array(blob_bytes, np.int64).view(np.uint8))
+            self._sizes = tuple(blob_bytes)
+            self._blob_bytes = Tensor.over(resources.enter_context(table), (shape[0],), np.int64)
             nbytes = TURNS * num_slots * stride + TAIL_BYTES
             memory = resources.enter_context(device.allocate(nbytes))
             self._slots = Tensor.over(memory, (TURNS, num_slots, stride), np.uint8)
@@ -115,6 +128,29 @@ class Foresight:
         slots = self._slots.rows(turn, turn + 1)
         return Ahead(own.reshape(AHEAD_WORDS), slots.reshape(*slots.shape[1:]))
 
+    def bring(
+        self, layer: int, addresses: Tensor, cached: SlotRange, num_tokens: int, num_likely: int
+    ) -> None:
+        """Enqueue, beside a pass, what comes for a layer; its addresses are int64 [E]."""
+        bring_ahead(
+            self.stream,
+            self.foreseen(layer, num_tokens),
+            self.errors.rows(layer, layer + 1).reshape(self.errors.shape[1]),
+            addresses,
+            cached,
+            self.ahead(layer),
+            num_likely,
+            self._sizes[layer],
+        )
+
+    def bring_all(
+        self, addresses: Tensor, cached: SlotRange, num_tokens: int, num_likely: int
+    ) -> None:
+        """The same for all layers; their addresses are int64 [L, E]."""
+        ahead = LayersAhead(self.states, self._slots, self._blob_bytes)
+        operands = (self._foreseen, self.errors, addresses, cached, ahead)
+        bring_layers(self.stream, *operands, num_tokens, num_likely)
+
     def foreseen(self, layer: int, num_tokens: int) -> Tensor:
         """What a layer's router will probably say, less its errors, [T, E]."""
         return _of_layer(self._foreseen, layer, num_tokens)
@@ -122,10 +158,6 @@ class Foresight:
     def logits(self, layer: int, num_tokens: int) -> Tensor:
         """Where what it says goes, [T, E]."""
         return _of_layer(self._logits, layer, num_tokens)
-
-    def errors_of(self, layer: int) -> Tensor:
-        """What is added to what is foreseen of a layer, [E]."""
-        return self.errors.rows(layer, layer + 1).reshape(self.errors.shape[1])
 
     @contextmanager
     def unlearning(self, stream: Stream) -> Iterator[None]:
@@ -196,7 +228,8 @@ class Fetcher:
             self._foresight: Foresight | None = None
             if sizes.num_ahead:
                 shape = len(layouts), num_experts
-                foresight = Foresight(device, shape, (sizes.num_ahead, stride))
+                blob_bytes = [layout.nbytes for layout in layouts]
+                foresight = Foresight(device, shape, (sizes.num_ahead, stride), blob_bytes)
                 self._foresight = resources.enter_context(foresight)
             self._resources = resources.pop_all()
         self._experts = tuple(blob_experts((layout,), self._staged)[0] for layout in layouts)
@@ -240,7 +273,7 @@ class Fetcher:
             The layer's experts as they are until the next fetch.
         """
         if ahead_tokens is None:
-            self._fetch(layer, expert_start, None)
+            self._fetch(layer, expert_start)
         else:
             self._fetch_and_look_ahead(layer, expert_start, ahead_tokens)
         return self._experts[layer]
@@ -248,33 +281,36 @@ class Fetcher:
     def _fetch_and_look_ahead(self, layer: int, expert_start: Tensor, num_tokens: int) -> None:
         foresight, stream = self._foresight, self._stream
         assert foresight is not None
+        num_likely, is_last = LIKELY * num_tokens * self._top_k, layer + 1 == len(self._layouts)
         if layer == 0:
             stream.fill(foresight.states, 0)
-        self._fetch(layer, expert_start, foresight.ahead(layer) if layer else None)
-        stream.fork(foresight.stream)
-        if layer + 1 < len(self._layouts):
-            self._bring(layer + 1, num_tokens, foresight)
-        else:
+            stream.fork(foresight.stream)
+            if foresight.is_whole:
+                foresight.bring_all(self._addresses, self._cached, num_tokens, num_likely)
+        own = foresight.ahead(layer) if layer else None
+        following = None
+        if foresight.is_whole and not is_last:
+            following = foresight.ahead(layer + 1).state
+        self._fetch(layer, expert_start, own, following)
+        if is_last:
+            stream.fork(foresight.stream)
             foresight.learn(num_tokens)
             stream.join(foresight.stream)
-
-    def _bring(self, layer: int, num_tokens: int, foresight: Foresight) -> None:
-        """Enqueue what a layer will probably miss, beside what follows on the pass's stream."""
-        bring_ahead(
-            foresight.stream,
-            foresight.foreseen(layer, num_tokens),
-            foresight.errors_of(layer),
-            self._addresses_of(layer),
-            self._cached,
-            foresight.ahead(layer),
-            LIKELY * num_tokens * self._top_k,
-            self._layouts[layer].nbytes,
-        )
+        elif not foresight.is_whole:
+            stream.fork(foresight.stream)
+            addresses = self._addresses_of(layer + 1)
+            foresight.bring(layer + 1, addresses, self._cached, num_tokens, num_likely)
 
     def _addresses_of(self, layer: int) -> Tensor:
         return self._addresses.rows(layer, layer + 1).reshape(self._staged.size)
 
-    def _fetch(self, layer: int, expert_start: Tensor, ahead: Ahead | None) -> None:
+    def _fetch(
+        self,
+        layer: int,
+        expert_start: Tensor,
+        ahead: Ahead | None = None,
+        next_state: Tensor | None = None,
+    ) -> None:
         num_experts = self._staged.size
         fetch_blobs(
             self._stream,
@@ -285,6 +321,7 @@ class Fetcher:
             self._staged.reshape(num_experts),
             self._layouts[layer].nbytes,
             ahead,
+            next_state,
         )
 
     def close(self) -> None:

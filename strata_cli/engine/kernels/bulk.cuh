@@ -56,6 +56,28 @@ __device__ inline void copy_bulk(void *shared, const void *global, int nbytes,
         : "memory");
 }
 
+// Between what copies into shared memory have brought and copies out of it.
+__device__ inline void fence_async_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Starts a copy out of shared memory; both ends and the length are multiples of 16.
+__device__ inline void store_bulk(void *global, const void *shared, int nbytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+                 "r"(shared_address(shared)), "r"(nbytes)
+                 : "memory");
+}
+
+// Behind a thread's stores that belong together.
+__device__ inline void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until the thread's stores have read shared memory, or are where they go.
+__device__ inline void await_reads_of_stores() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+__device__ inline void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Waits until the gate was passed an odd (parity 0) or even number of times, which must be the
 // next or the latest of them.
 __device__ inline void pass_gate(unsigned long long *gate, unsigned parity) {

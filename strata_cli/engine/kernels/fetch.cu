@@ -3,6 +3,7 @@
 //   Reads each wanted blob outside the cache once. The link is the limit: nine tenths of what the
 //   copy engine reaches, where all lines of 128 bytes are read whole; products that read rows of
 //   odd sizes over it reach half.
+#include "bulk.cuh"
 #include "overlap.cuh"
 #include "route.cuh"
 
@@ -28,8 +29,11 @@ struct Ahead {
     unsigned done;     // of the claimed ones
     unsigned final;    // claimed when it was ended, and 1
     int count;         // of blobs
+    unsigned go;       // LIST once the layer before is routed, BRING once its blobs have come
+    unsigned arrived;  // blocks that have fetched what they fetch of the layer before
     int experts[MOST_AHEAD];
 };
+constexpr unsigned LIST = 1, BRING = 2;
 
 __device__ inline int spans_of(long long bytes) {  // of a blob, from its first line on
     return static_cast<int>((bytes + LINE + SPAN - 1) / SPAN);
@@ -62,6 +66,12 @@ __device__ inline void copy_span(long long source, long long place, long long by
         const long long at = begin + (32 * i + lane) * 16;
         if (from <= at && at < to) out[32 * i + lane] = parts[i];
     }
+}
+
+// Whoever sees it sees all that was there before.
+__device__ inline void tell(unsigned *flag, unsigned value) {
+    __threadfence();
+    atomicExch(flag, value);
 }
 
 // Ends what is brought ahead, by the first thread of a block that gets here; returns, to all
@@ -129,15 +139,18 @@ __device__ inline void list_blobs(Blobs &blobs, const long long *addresses, cons
     __syncthreads();
 }
 
-// ahead, and ahead_slots [num_ahead, stride]: what was brought ahead for this routing
+// ahead, and ahead_slots [num_ahead, stride]: what was brought ahead for this routing; next: what
+// is to be for the next one, which is told how far this one is
 extern "C" __global__ void __launch_bounds__(THREADS)
     fetch_blobs(const long long *addresses, const int *expert_start, long long first_cached,
                 long long end_cached, unsigned char *slots, long long *staged, Ahead *ahead,
-                const unsigned char *ahead_slots, long long num_ahead, long long bytes,
-                long long experts, long long num_slots, long long stride) {
+                const unsigned char *ahead_slots, Ahead *next, long long num_ahead,
+                long long has_next, long long bytes, long long experts, long long num_slots,
+                long long stride) {
     __shared__ Blobs blobs;
     __shared__ Ahead own;
     start_early();
+    if (has_next && blockIdx.x == 0 && threadIdx.x == 0) tell(&next->go, LIST);
     if (threadIdx.x == 0) own.count = 0;
     __syncthreads();
     const int spans = spans_of(bytes), found = num_ahead ? end_ahead(ahead, own) : 0;
@@ -150,6 +163,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int slot = work / spans, span = work % spans;
         if (span >= blobs.first[slot])
             copy_span(blobs.source[slot], blobs.place[slot], bytes, span);
+    }
+    if (has_next) {
+        __syncthreads();
+        if (threadIdx.x == 0 && atomicAdd(&next->arrived, 1u) == gridDim.x - 1)
+            tell(&next->go, BRING);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0)  // what others still copy is there when this is done
         while (atomicAdd(&ahead->done, 0) < claimed) {
@@ -166,7 +184,7 @@ __device__ inline void rate_experts(int *keys, long long *sources, const float *
         const long long address = addresses[e];
         float largest = lowest();
         for (long long token = 0; token < tokens; token++)
-            largest = fmaxf(largest, logits[token * experts + e]);
+            largest = fmaxf(largest, __ldcg(logits + token * experts + e));
         keys[e] = max(order_of(largest + errors[e]), LEAST + 1);
         sources[e] = address >= first_cached && address < end_cached ? 0 : address;
     }
@@ -237,6 +255,159 @@ extern "C" __global__ void bring_ahead(const float *logits, const float *errors,
         __syncwarp();
         if ((threadIdx.x & 31) == 0) atomicAdd(&ahead->done, 1u);
     }
+}
+
+#if BULK
+constexpr int STAGES = 4, STAGE_SPANS = 2, STAGE_BYTES = STAGE_SPANS * SPAN;
+
+// A part of a blob, of whole spans as far as the blob has them.
+struct Piece {
+    long long source, place;
+    int bytes;
+};
+
+__device__ inline Piece piece_of(long long source, long long place, long long bytes, int span,
+                                 int spans) {
+    const long long begin = source - source % LINE + static_cast<long long>(span) * SPAN;
+    const long long from = max(begin, source / 16 * 16);
+    const long long to =
+        min(begin + static_cast<long long>(spans) * SPAN, (source + bytes + 15) / 16 * 16);
+    return {from, place + (from - source), static_cast<int>(max(to - from, 0ll))};
+}
+
+// One thread's ring of stages in shared memory, through which pieces go to their slots.
+struct Ring {
+    unsigned char *stages;
+    unsigned long long *gates;
+    unsigned parities;  // of the gates
+    Piece held[STAGES][STAGE_SPANS];
+
+    __device__ void open() {
+        parities = 0;
+        for (int stage = 0; stage < STAGES; stage++) open_gate(gates + stage, 1);
+        publish_gates();
+    }
+
+    __device__ void load(int stage) {
+        const Piece *own = held[stage];
+        arrive_expecting(gates + stage, own[0].bytes + own[1].bytes);
+        for (int i = 0; i < STAGE_SPANS; i++)
+            if (own[i].bytes)
+                copy_bulk(stages + stage * STAGE_BYTES + i * SPAN,
+                          reinterpret_cast<const void *>(own[i].source), own[i].bytes,
+                          gates + stage);
+    }
+
+    __device__ void store(int stage) {
+        pass_gate(gates + stage, parities >> stage & 1);
+        parities ^= 1u << stage;
+        fence_async_copies();
+        for (int i = 0; i < STAGE_SPANS; i++)
+            if (held[stage][i].bytes)
+                store_bulk(reinterpret_cast<void *>(held[stage][i].place),
+                           stages + stage * STAGE_BYTES + i * SPAN, held[stage][i].bytes);
+        end_stores();
+    }
+};
+
+// A layer's blobs, by one thread of each block, as long as nobody ends it.
+__device__ inline void bring(Ring &ring, Ahead *ahead, const Blobs &blobs, unsigned char *slots,
+                             long long bytes, long long stride, unsigned total, int spans) {
+    auto fill = [&](int stage, unsigned work) {  // with spans that were claimed, if there are any
+        const int count = static_cast<int>(min(total - work, static_cast<unsigned>(STAGE_SPANS)));
+        const int slot = static_cast<int>(work) / spans, span = static_cast<int>(work) % spans;
+        const int own = min(count, spans - span);  // the others begin the next blob
+        Piece *held = ring.held[stage];
+        held[1].bytes = 0;
+        for (int i = 0; i < 1 + (own < count); i++) {
+            const long long source = blobs.source[slot + i];
+            const long long place = place_of(slots, stride, slot + i, source);
+            held[i] = piece_of(source, place, bytes, i ? 0 : span, i ? count - own : own);
+        }
+        ring.load(stage);
+        return static_cast<unsigned>(count);
+    };
+    const unsigned first = atomicAdd(&ahead->claimed, static_cast<unsigned>(STAGES * STAGE_SPANS));
+    unsigned next = atomicAdd(&ahead->claimed, static_cast<unsigned>(STAGE_SPANS)), claimed = 0;
+    int loaded = 0, stored = 0;
+    for (; loaded < STAGES && first + loaded * STAGE_SPANS < total; loaded++)
+        claimed += fill(loaded, first + loaded * STAGE_SPANS);
+    for (; stored < loaded; stored++) {
+        ring.store(stored % STAGES);
+        if (next >= total) continue;
+        await_reads_of_stores();
+        claimed += fill(loaded++ % STAGES, next);
+        next = atomicAdd(&ahead->claimed, static_cast<unsigned>(STAGE_SPANS));
+    }
+    await_stores();
+    __threadfence();
+    atomicAdd(&ahead->done, claimed);
+}
+
+__device__ inline unsigned long long now_ns() {
+    unsigned long long v;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
+    return v;
+}
+
+// Until the layer before is so far, or this one was ended; false: nobody got on for too long. A
+// device may run this before what it waits for.
+__device__ inline bool await_turn(Ahead *ahead, unsigned wanted, long long patience_ns) {
+    const unsigned long long since = now_ns();
+    while (atomicAdd(&ahead->go, 0u) < wanted && !(atomicAdd(&ahead->claimed, 0u) & ENDED)) {
+        __nanosleep(100);
+        if (now_ns() - since > patience_ns) return false;
+    }
+    __threadfence();
+    return true;
+}
+#endif
+
+// bring_layers: what bring_ahead does, for all layers but the first, one after the other, beside
+// the whole pass: a layer's begin when the one before has fetched what it fetches
+//   foreseen [L,room,E], errors [L,E] f32, addresses [L,E], blob_bytes [L] -> slots [2, S, stride],
+//   states [L]; block 32, shared 12 * E + STAGES * STAGE_BYTES bytes
+//   One thread of a block copies, through shared memory: four such blocks reach what the link
+//   gives, and take no place that others need.
+extern "C" __global__ void bring_layers(const float *foreseen, const float *errors,
+                                        const long long *addresses, const long long *blob_bytes,
+                                        long long first_cached, long long end_cached,
+                                        unsigned char *slots, Ahead *states, long long num_likely,
+                                        long long patience_ns, long long layers, long long room,
+                                        long long tokens, long long experts, long long num_slots,
+                                        long long stride) {
+#if BULK
+    extern __shared__ __align__(128) unsigned char stages[];
+    __shared__ Blobs blobs;
+    __shared__ Ahead own;
+    __shared__ unsigned long long gates[STAGES];
+    long long *sources = reinterpret_cast<long long *>(stages + STAGES * STAGE_BYTES);
+    int *keys = reinterpret_cast<int *>(sources + experts);
+    Ring ring = {stages, gates};
+    if (threadIdx.x == 0) ring.open();
+    __syncwarp();
+    for (long long layer = 1; layer < layers; layer++) {
+        Ahead *ahead = states + layer;
+        const bool goes_on = threadIdx.x || await_turn(ahead, LIST, patience_ns);
+        if (!__shfl_sync(ALL_LANES, goes_on, 0)) return;
+        const bool is_over = threadIdx.x == 0 && atomicAdd(&ahead->claimed, 0u) & ENDED;
+        if (__shfl_sync(ALL_LANES, is_over, 0)) continue;
+        rate_experts(keys, sources, foreseen + layer * room * experts, errors + layer * experts,
+                     addresses + layer * experts, first_cached, end_cached, tokens, experts);
+        list_ahead(own, blobs, keys, sources, experts, num_likely, num_slots);
+        if (threadIdx.x < own.count) ahead->experts[threadIdx.x] = own.experts[threadIdx.x];
+        if (threadIdx.x == 0) ahead->count = own.count;
+        __threadfence();
+        __syncwarp();
+        if (threadIdx.x == 0 && own.count && await_turn(ahead, BRING, patience_ns)) {
+            const long long bytes = blob_bytes[layer];
+            const int spans = spans_of(bytes);
+            bring(ring, ahead, blobs, slots + layer % 2 * num_slots * stride, bytes, stride,
+                  static_cast<unsigned>(own.count * spans), spans);
+        }
+        __syncwarp();
+    }
+#endif
 }
 
 // learn_errors: errors [L,E] follow what logits lack of those that were foreseen, by a part

@@ -27,9 +27,13 @@ MOST_FETCHED = 64  # blobs of one call
 BRING_BLOCKS, BRING_THREADS = 16, 128
 BRING_SHARED_BYTES = 20 << 10
 MOST_AHEAD = 16  # blobs
+BRING_CAPABILITY = (9, 0)  # from here on one launch brings for all layers, in little room:
+LAYERS_BLOCKS, LAYERS_THREADS = 4, 32
+LAYERS_SHARED_BYTES = 32 << 10
+PATIENCE_NS = 100_000_000  # for a layer; a device may run that launch before what it waits for
 LEARNT = 0.3  # of what was foreseen wrongly, by the next token; from 0.1 on it is the same
 LEARN_THREADS = 256
-_CLAIMED, _DONE, _FINAL, _COUNT, _EXPERTS = range(5)  # words of a state
+_CLAIMED, _DONE, _FINAL, _COUNT, _GO, _ARRIVED, _EXPERTS = range(7)  # words of a state
 AHEAD_WORDS = _EXPERTS + MOST_AHEAD
 _LOCK = threading.Lock()  # on the host, of what is brought ahead
 
@@ -60,6 +64,7 @@ def fetch_blobs(
     staged: Tensor,
     blob_bytes: int,
     ahead: Ahead | None = None,
+    next_state: Tensor | None = None,
 ) -> None:
     """Copy the blobs of experts that have pairs, and lie outside the cache, into slots.
 
@@ -74,7 +79,9 @@ def fetch_blobs(
         slots: uint8 [S, stride], device memory, overwritten; S is at most MOST_FETCHED.
         staged: int64 [E], overwritten: addresses, with those of fetched blobs in their slots.
         blob_bytes: of each expert.
-        ahead: what bring_ahead() was given for the same experts; None: it was not called.
+        ahead: what bring_ahead() or bring_layers() was given for the same experts; None: neither
+            was called.
+        next_state: of the Ahead of the next layer, for bring_layers(); None: that was not called.
 
     Raises:
         ShapeError: an argument has another shape or type, or a slot is too small for a blob.
@@ -91,6 +98,10 @@ def fetch_blobs(
     if ahead is not None:
         num_ahead = _expect_ahead("fetch_blobs", ahead, blob_bytes, stride)
     state, ahead_slots = ahead or (expert_start, slots)
+    following = expert_start
+    if next_state is not None:
+        expect("fetch_blobs next_state", next_state, (AHEAD_WORDS,), np.int32)
+        following = next_state
     launch = Launch(
         items=1,
         grid=(BLOCKS, 1, 1),
@@ -98,8 +109,8 @@ def fetch_blobs(
         extents=(num_experts, num_slots, stride),
         early=True,
     )
-    tensors = slots, staged, state, ahead_slots
-    numbers = num_ahead, blob_bytes
+    tensors = slots, staged, state, ahead_slots, following
+    numbers = num_ahead, int(next_state is not None), blob_bytes
     stream.launch(FETCH_BLOBS, launch, addresses, expert_start, *cached, *tensors, *numbers)
 
 
@@ -149,6 +160,75 @@ def bring_ahead(
     )
     tables = (logits, errors, addresses, *cached, ahead.slots, ahead.state)
     stream.launch(BRING_AHEAD, launch, *tables, num_likely, blob_bytes)
+
+
+class LayersAhead(NamedTuple):
+    """Where blobs of all layers but the first go before those are routed.
+
+    Attributes:
+        states: int32 [L, AHEAD_WORDS], of an Ahead each.
+        slots: uint8 [2, S, stride], device memory: of even layers, of odd ones.
+        blob_bytes: of each layer's experts, int64 [L].
+    """
+
+    states: Tensor
+    slots: Tensor
+    blob_bytes: Tensor
+
+
+def can_bring_layers(stream: Stream) -> bool:
+    """Whether bring_layers() does anything; else bring_ahead() serves, layer by layer."""
+    return stream.capability >= BRING_CAPABILITY
+
+
+def bring_layers(
+    stream: Stream,
+    foreseen: Tensor,
+    errors: Tensor,
+    addresses: Tensor,
+    cached: SlotRange,
+    ahead: LayersAhead,
+    num_tokens: int,
+    num_likely: int,
+) -> None:
+    """What bring_ahead() does, for all layers but the first, beside the pass that routes them.
+
+    It is enqueued behind what clears ``states`` and ahead of the first fetch_blobs(); each of those
+    is given its own Ahead and the next layer's state. What cannot run beside them brings nothing.
+
+    Args:
+        stream: beside that of the pass.
+        foreseen: what routers might say, float32 [L, T, E]; of a layer once fetch_blobs() of the
+            layer before runs.
+        errors: what is added to that, float32 [L, E].
+        addresses: of each expert's blob, int64 [L, E].
+        cached: what lies there is in the device's memory already.
+        ahead: overwritten.
+        num_tokens: of the pass, 1..T, in the first rows of each layer.
+        num_likely: see bring_ahead().
+
+    Raises:
+        ShapeError: an argument has another shape or type.
+    """
+    expect_rank("bring_layers foreseen", foreseen, 3)
+    expect_rank("bring_layers slots", ahead.slots, 3)
+    num_layers, room, num_experts = foreseen.shape
+    num_slots, stride = ahead.slots.shape[1:]
+    expect("bring_layers foreseen", foreseen, foreseen.shape, np.float32)
+    expect("bring_layers errors", errors, (num_layers, num_experts), np.float32)
+    expect("bring_layers addresses", addresses, (num_layers, num_experts), np.int64)
+    expect("bring_layers slots", ahead.slots, (2, num_slots, stride), np.uint8)
+    expect("bring_layers states", ahead.states, (num_layers, AHEAD_WORDS), np.int32)
+    expect("bring_layers blob_bytes", ahead.blob_bytes, (num_layers,), np.int64)
+    launch = Launch(
+        items=1,
+        grid=(LAYERS_BLOCKS, 1, 1),
+        block=(LAYERS_THREADS, 1, 1),
+        shared_bytes=12 * num_experts + LAYERS_SHARED_BYTES,
+        extents=(num_layers, room, num_tokens, num_experts, num_slots, stride),
+    )
+    tables = (foreseen, errors, addresses, ahead.blob_bytes, *cached, ahead.slots, ahead.states)
+    stream.launch(BRING_LAYERS, launch, *tables, num_likely, PATIENCE_NS)
 
 
 def learn_errors(
@@ -219,7 +299,9 @@ def _fetch_blobs(
     staged: NDArray[np.int64],
     state: NDArray[np.int32],
     ahead_slots: NDArray[np.uint8],
+    next_state: NDArray[np.int32],  # noqa: ARG001  for the GPU
     num_ahead: int,
+    has_next: int,  # noqa: ARG001  likewise
     blob_bytes: int,
 ) -> None:
     if begin == end:
@@ -283,6 +365,10 @@ def _bring_ahead(
             state[_CLAIMED] = state[_DONE] = (slot + 1) * _spans_of(blob_bytes)
 
 
+def _bring_layers(_begin: int, _end: int, *_args: object) -> None:
+    """Nothing: a host stream would not get on beside it."""
+
+
 def _bring_reference(
     logits: NDArray[np.float32],
     errors: NDArray[np.float32],
@@ -337,4 +423,5 @@ def _fetch_reference(
 
 FETCH_BLOBS = Kernel("fetch_blobs", _fetch_blobs, _fetch_reference, "fetch.cu")
 BRING_AHEAD = Kernel("bring_ahead", _bring_ahead, _bring_reference, "fetch.cu")
+BRING_LAYERS = Kernel("bring_layers", _bring_layers, _bring_reference, "fetch.cu")
 LEARN_ERRORS = Kernel("learn_errors", _learn_errors, _learn_reference, "fetch.cu")
