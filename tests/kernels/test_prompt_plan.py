@@ -171,6 +171,9 @@ def test_few_float32_rows_have_another() -> None:
     plan = thin_plan(inject, 4095)
     assert plan.grid == (256, 1, 1)
     assert plan.shared_bytes == 40 * 4 * 16 * 4
+    few = thin_plan(inject, 100)
+    assert (few.grid, few.block) == ((13, 1, 1), (640, 1, 1))
+    assert few.shared_bytes == 40 * 4 * 8 * 4
 
 
 @pytest.mark.gpu
@@ -200,6 +203,7 @@ def test_products_compile_for_every_architecture(architecture: str) -> None:
     units = (
         split_plan(matrix_of(QuantType.F32, 512, 2560), 4096).unit,
         thin_plan(matrix_of(QuantType.F32, 4, 10_240), 4096).unit,
+        thin_plan(matrix_of(QuantType.F32, 4, 10_240), 100).unit,
         prompt_plan(matrix_of(QuantType.BF16, 640, 104), 4096, GPUS["ampere"]).unit,
         *(
             plan.unit

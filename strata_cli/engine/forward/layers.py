@@ -47,6 +47,7 @@ from strata_cli.engine.kernels.attention_inputs import (
     can_take_inputs,
 )
 from strata_cli.engine.kernels.attention_plan import AttendPlan
+from strata_cli.engine.kernels.choice import FEW_TOKENS
 from strata_cli.engine.kernels.combine_write import (
     can_write_few,
     combine_write_norm,
@@ -55,7 +56,7 @@ from strata_cli.engine.kernels.combine_write import (
 from strata_cli.engine.kernels.embed import embed_streams
 from strata_cli.engine.kernels.inject import can_mix_inject, inject_parts, stream_mix_inject
 from strata_cli.engine.kernels.mailbox import post_pairs, take_rows
-from strata_cli.engine.kernels.matmul import FEW_TOKENS, grouped_matmul, matmul, round_rows
+from strata_cli.engine.kernels.matmul import grouped_matmul, matmul, round_rows
 from strata_cli.engine.kernels.matmul_gated import (
     can_gate,
     can_gate_pairs,
@@ -68,6 +69,7 @@ from strata_cli.engine.kernels.matmul_gated import (
 from strata_cli.engine.kernels.matmul_several import (
     Experts,
     Product,
+    can_launch_together,
     grouped_matmul_pair,
     matmul_several,
 )
@@ -553,9 +555,10 @@ class Forward:
             *(Product(weights.router, router), Product(weights.shared_logit, shared_logit)),
             *(Product(weights.shared_gate, gate), Product(weights.shared_up, up)),
         )
-        if is_few:  # together for little more than the router takes
+        is_together = is_few or can_launch_together(stream, products, num)
+        if is_together:  # for little more than the router takes
             foreseen = () if ahead is None else self._foreseen(ahead, index, num)
-            matmul_several(stream, read.values, (*products, *foreseen))
+            matmul_several(stream, read.values, (*products, *foreseen), read.rounded)
         else:
             matmul(stream, read.values, weights.router, router)
         shared_out, shared_down = take("shared_out", num), weights.shared_down
@@ -577,7 +580,7 @@ class Forward:
         if fetcher is not None:
             tokens = None if ahead is None else num
             experts = fetcher.fetch(index, start, tokens)
-        if not is_few:
+        if not is_together:
             matmul_several(stream, read.values, products[1:], read.rounded)
         if not is_beside:
             self._shared(gate, up, shared_down, shared_out)

@@ -200,9 +200,9 @@ def _cached_experts(
 
 
 def _pass_sizes(sizes: Sizes) -> list[int]:
-    """One token, powers of two, and whole chunks: kernels are chosen by size, coarsely."""
+    """One token, powers of two, halfway between, whole chunks: kernels are chosen by size."""
     chunk_tokens, steps = sizes.chunk_tokens, _doublings(sizes.num_sequences)
-    powers = [1 << exponent for exponent in range(5, 16)]
+    powers = [part << exponent for exponent in range(4, 15) for part in (2, 3)]
     counts = {*steps, 2, 16, *powers}  # one token, and very few, have functions of their own
     return [*sorted(count for count in counts if count < chunk_tokens), chunk_tokens]
 

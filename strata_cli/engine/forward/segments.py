@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Stream
 from strata_cli.engine.forward.layers import Batch, Segment
 from strata_cli.engine.forward.workspace import Workspace
-from strata_cli.engine.kernels.matmul import FEW_TOKENS
+from strata_cli.engine.kernels.choice import FEW_TOKENS
 from strata_cli.engine.kernels.segments import SEGMENT_WORDS
 from strata_cli.engine.model.spec import ModelSpec
 

@@ -16,14 +16,15 @@ from numpy.typing import DTypeLike
 
 from strata_cli.engine.device.base import Buffer, Device, Tensor
 from strata_cli.engine.kernels.attention_plan import attend_scratch_floats
+from strata_cli.engine.kernels.choice import FEW_TOKENS
 from strata_cli.engine.kernels.inject import inject_parts
-from strata_cli.engine.kernels.matmul import FEW_TOKENS
 from strata_cli.engine.kernels.segments import SEGMENT_WORDS
 from strata_cli.engine.kernels.splitting import EXTRA_PLACES
 from strata_cli.engine.model.spec import ModelSpec
 
 ALIGNMENT_BYTES = 256
 USUAL_FLOATS = 1 << 22  # of scratch whose size changes speed only
+MOST_TAKEN = 4_096  # windows of scratch tensors that are kept
 MOST_SEGMENTS = 512  # that a pass takes together
 ROUTED_ROWS = 32  # most tokens of a pass that leaves behind what all its layers were routed to
 
@@ -259,6 +260,8 @@ class Workspace:
             for scratch, offset in zip(plan, offsets, strict=True)
         }
 
+        self._taken: dict[tuple[str, int], Tensor] = {}
+
     @property
     def nbytes(self) -> int:
         """Device memory held."""
@@ -285,7 +288,12 @@ class Workspace:
 
     def take(self, name: str, rows: int) -> Tensor:
         """The first rows of a scratch tensor; contents undefined where its part begins."""
-        return self._tensors[name].rows(0, rows)
+        taken = self._taken.get((name, rows))
+        if taken is None:
+            if len(self._taken) >= MOST_TAKEN:
+                self._taken.clear()
+            taken = self._taken[name, rows] = self._tensors[name].rows(0, rows)
+        return taken
 
     def take_all(self, name: str) -> Tensor:
         """A scratch tensor as large as it is, contents undefined."""

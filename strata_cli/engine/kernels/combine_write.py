@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from strata_cli.engine.device.base import Launch, Stream, Tensor
+from strata_cli.engine.kernels.choice import FEW_TOKENS
 from strata_cli.engine.kernels.hyper import expect_inject
-from strata_cli.engine.kernels.matmul import FEW_TOKENS
 from strata_cli.engine.kernels.matmul_several import gpu_kernel
 from strata_cli.engine.kernels.moe import CombineOperands
 from strata_cli.engine.kernels.products import WARP, Unit

@@ -20,6 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
+from strata_cli.engine.kernels.choice import (
+    FEW_PAIRS_PER_EXPERT,
+    FEW_TOKENS,
+    few_is_faster,
+)
 from strata_cli.engine.kernels.dequant import dequantizer
 from strata_cli.engine.kernels.few import FEW_COLUMNS, few_plan
 from strata_cli.engine.kernels.jit import nogil_jit
@@ -60,8 +65,6 @@ Longs = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 Halves = NDArray[np.float16]
 
-FEW_TOKENS = 32  # up to here, passes of the few-row function are at least as fast on a GPU
-FEW_PAIRS_PER_EXPERT = 2  # the same for grouped products
 # Where the function that decodes a tile once is the faster one of two (measured on the reference
 # GPU): for up to so many, long rows, where tiles of 128 would be too few.
 PROMPT_ROWS = 320
@@ -234,14 +237,15 @@ def matmul(
     numbers = (int(weight.qtype), tokens, weight.rows, weight.cols)
     num_blocks = len(_token_blocks(tokens, weight.rows)) - 1
     items, grain = _row_tiles(weight.rows) * num_blocks, _grain(weight.cols, tokens // num_blocks)
-    if tokens > FEW_TOKENS and rounded is not None and _has_many(matrix, rounded):
+    is_few = few_is_faster(matrix, tokens)
+    if not is_few and rounded is not None and _has_many(matrix, rounded):
         expect("matmul rounded", rounded, (tokens, weight.cols), np.float16)
         plan = _dense_plan(stream, matrix, tokens)
         kernel = _kernel(_bind_matmul_many, _matmul_reference, plan.unit)
         launch = plan.launch(items, grain)
         stream.launch(kernel, launch, x, rounded, weight.data, out, *numbers)
         return
-    split = _split_plan(stream, matrix, tokens, x.address)
+    split = _split_plan(stream, matrix, tokens, x.address, is_few=is_few)
     passes = blocks(tokens, FEW_COLUMNS)
     plan = split or few_plan((matrix,), tokens, passes, shared_limit(stream))
     kernel = _kernel(_bind_matmul, _matmul_reference, plan.unit)
@@ -249,12 +253,16 @@ def matmul(
     stream.launch(kernel, launch, x, weight.data, out, *numbers)
 
 
-def _split_plan(stream: Stream, matrix: Matrix, tokens: int, x_address: int) -> Plan | None:
+def _split_plan(
+    stream: Stream, matrix: Matrix, tokens: int, x_address: int, *, is_few: bool
+) -> Plan | None:
     """A function for float32 weights and many rows; None where there is none for them."""
     if tokens <= FEW_TOKENS:
         return None
     if has_thin_plan(matrix, x_address):
         return thin_plan(matrix, tokens)
+    if is_few:
+        return None
     gpu = Gpu(shared_limit(stream), stream.num_multiprocessors)
     return split_plan(matrix, tokens) if has_split_plan(matrix, x_address, gpu) else None
 

@@ -7,18 +7,14 @@ those of ``matmul`` and ``grouped_matmul``; with many rows and on the host these
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from strata_cli.engine.device.base import Kernel, Stream, Tensor
+from strata_cli.engine.kernels.choice import FEW_PAIRS_PER_EXPERT, all_few
 from strata_cli.engine.kernels.few import FEW_COLUMNS, MOST_MATRICES, can_share, few_plan
-from strata_cli.engine.kernels.matmul import (
-    FEW_PAIRS_PER_EXPERT,
-    FEW_TOKENS,
-    grouped_matmul,
-    matmul,
-)
+from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
 from strata_cli.engine.kernels.products import Matrix, Unit, alignment, dense_matrix
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
@@ -54,37 +50,48 @@ def matmul_several(
     Raises:
         ShapeError: extents or types do not fit.
     """
-    is_few = stream.shared_bytes > 0 and 0 < x.shape[0] <= FEW_TOKENS
-    for launch in _launches(products) if is_few else ((product,) for product in products):
-        if len(launch) == 1:
-            matmul(stream, x, launch[0].weight, launch[0].out, rounded)
+    matrices = tuple(_matrix(product.weight) for product in products)
+    for start, stop in _launches(matrices, x.shape[0] if stream.shared_bytes else 0):
+        if stop - start == 1:
+            matmul(stream, x, products[start].weight, products[start].out, rounded)
         else:
-            _launch_several(stream, x, launch)
+            _launch_several(stream, x, tuple(products[start:stop]), matrices[start:stop])
+
+
+def can_launch_together(stream: Stream, products: Sequence[Product], tokens: int) -> bool:
+    """Whether ``matmul_several`` makes all of them in one launch, in about the longest's time."""
+    matrices = tuple(_matrix(product.weight) for product in products)
+    return stream.shared_bytes > 0 and tokens > 0 and len(_launches(matrices, tokens)) == 1
 
 
 def _matrix(weight: Weight) -> Matrix:
     return dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
 
 
-def _launches(products: Sequence[Product]) -> Iterator[tuple[Product, ...]]:
-    """The products in order, as many to a launch as can share it."""
-    own: tuple[Product, ...] = ()
-    for product in products:
-        longer = (*own, product)
-        if own and not can_share(tuple(_matrix(each.weight) for each in longer)):
-            yield own
-            longer = (product,)
-        own = longer
-    if own:
-        yield own
+@lru_cache(maxsize=4096)
+def _launches(matrices: tuple[Matrix, ...], tokens: int) -> tuple[tuple[int, int], ...]:
+    """The products in order, as many to a launch as can share it; of no tokens, each alone.
+
+    Returns:
+        The first of each launch, and the one behind its last.
+    """
+    found, start = list[tuple[int, int]](), 0
+    for index in range(1, len(matrices) + 1):
+        longer = matrices[start : index + 1]
+        is_last = index == len(matrices)
+        if is_last or not (tokens and can_share(longer) and all_few(longer, tokens)):
+            found.append((start, index))
+            start = index
+    return tuple(found)
 
 
-def _launch_several(stream: Stream, x: Tensor, products: tuple[Product, ...]) -> None:
+def _launch_several(
+    stream: Stream, x: Tensor, products: tuple[Product, ...], matrices: tuple[Matrix, ...]
+) -> None:
     tokens, cols = x.shape[0], products[0].weight.cols
     expect("matmul x", x, (tokens, cols))
     for product in products:
         expect("matmul out", product.out, (tokens, product.weight.rows))
-    matrices = tuple(_matrix(product.weight) for product in products)
     plan = few_plan(matrices, tokens, blocks(tokens, FEW_COLUMNS), stream.shared_bytes)
     filled = products + (products[0],) * (MOST_MATRICES - len(products))  # without rows of its own
     tensors = [tensor for each in filled for tensor in (each.weight.data, each.out)]

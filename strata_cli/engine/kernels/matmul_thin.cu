@@ -6,12 +6,10 @@
 // memory. Each sum is made of the same operations in the same order as in matmul_few.cu.
 #include "thin.cuh"
 
-constexpr int WARPS = 8;
-constexpr int GROUPS = 2;  // of eight tokens
-
-// matmul_thin: grid (T / 16), block 32 * WARPS, shared slices * N * 16 floats
-template <int LANE>
-__global__ void __launch_bounds__(32 * WARPS, 2)
+// matmul_thin: grid (T / (8 * GROUPS)), block 32 * WARPS, shared slices * N * 8 * GROUPS floats;
+// WARPS and GROUPS change no bit
+template <int LANE, int WARPS, int GROUPS>
+__global__ void __launch_bounds__(32 * WARPS, GROUPS)
     matmul_thin(const float *x, const float *weights, float *out, long long, long long num_tokens,
                 long long num_rows, long long num_cols, long long slice_cols) {
     constexpr int TOKENS = 8 * GROUPS;

@@ -231,4 +231,9 @@ def grouped_many_plan(
 
 def dense_matrix(qtype: QuantType, rows: int, cols: int, address: int) -> Matrix:
     """A matrix at an address."""
-    return Matrix(qtype, rows, cols, alignment(row_bytes(qtype, cols), address))
+    return _dense_matrix(qtype, rows, cols, address & 15)
+
+
+@lru_cache(maxsize=4096)
+def _dense_matrix(qtype: QuantType, rows: int, cols: int, phase: int) -> Matrix:
+    return Matrix(qtype, rows, cols, alignment(row_bytes(qtype, cols), phase))

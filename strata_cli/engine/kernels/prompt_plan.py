@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from strata_cli.engine.kernels.products import (
+    MULTIPROCESSORS,
     WARP,
     Matrix,
     Plan,
@@ -39,8 +40,9 @@ WIDE_BOOK_BYTES = 32 << 10
 SPLIT_ROWS = 64  # weight rows, and activation rows, of a block of the float32 function
 SPLIT_STAGES = 3
 THIN_ROWS = 8  # most weight rows of the function of few of them
-THIN_TOKENS = 16  # of a block
-THIN_WARPS = 8
+THIN_TOKENS = 16  # of a block; eight where these would be too few
+THIN_WARPS = 8  # twenty of these
+THIN_FEW_TOKENS = 8 * MULTIPROCESSORS
 THIN_SHARED_BYTES = 48 << 10
 SPLIT_ROW_BYTES = 256  # of a row in a stage
 SPLIT_SHARED_BYTES = SPLIT_STAGES * 2 * SPLIT_ROWS * SPLIT_ROW_BYTES
@@ -217,10 +219,11 @@ def _thin_shared_bytes(matrix: Matrix) -> int:
 @lru_cache(maxsize=4096)
 def thin_plan(matrix: Matrix, tokens: int) -> Plan:
     """The function of few float32 rows with many activation rows."""
+    warps, groups = (20, 1) if tokens <= THIN_FEW_TOKENS else (THIN_WARPS, THIN_TOKENS // 8)
     return Plan(
-        unit=Unit("matmul_thin.cu", f"matmul_thin<{matrix.lane}>", ()),
-        grid=(blocks(tokens, THIN_TOKENS), 1, 1),
-        block=(THIN_WARPS * WARP, 1, 1),
-        shared_bytes=_thin_shared_bytes(matrix),
+        unit=Unit("matmul_thin.cu", f"matmul_thin<{matrix.lane}, {warps}, {groups}>", ()),
+        grid=(blocks(tokens, 8 * groups), 1, 1),
+        block=(warps * WARP, 1, 1),
+        shared_bytes=_thin_shared_bytes(matrix) * groups // (THIN_TOKENS // 8),
         extents=(slice_cols(matrix.qtype, matrix.cols),),
     )
