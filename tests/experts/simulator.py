@@ -172,8 +172,8 @@ class SimStream:
         self, dst: Tensor, dst_rows: Sequence[int], src: Tensor, src_rows: Sequence[int]
     ) -> int:
         runs = row_runs(dst, dst_rows, src, src_rows)
-        self.copy_many([run.pair(dst, src) for run in runs])
-        return len(runs)
+        self.copy_many(runs.pairs(dst, src))
+        return len(runs.rows)
 
     def call(self, function: Callable[[], None]) -> None:
         self._add(function)

@@ -210,17 +210,18 @@ class CudaStream:
         to, source = _writable(dst), cuda_buffer(src)
         is_plain = self._capturing is None and Home.PAGEABLE not in (to.home, source.home)
         if not is_plain or self._context.gpu.driver_version < BATCH_COPY_DRIVER:
-            self.copy_many([run.pair(dst, src) for run in runs])
-            return len(runs)
+            self.copy_many(runs.pairs(dst, src))
+            return len(runs.rows)
         stream = self._enter("copy")
         to_bytes, row_bytes = dst.shape[1], src.shape[1]
-        dsts = [dst.address + run.dst * to_bytes for run in runs]
-        srcs = [src.address + run.src * row_bytes for run in runs]
-        sizes = [run.rows * row_bytes for run in runs]
+        to_first, from_first = dst.address, src.address
+        dsts = [to_first + row * to_bytes for row in runs.dst]
+        srcs = [from_first + row * row_bytes for row in runs.src]
+        sizes = [rows * row_bytes for rows in runs.rows]
         if source.pieces_bytes or to.pieces_bytes:
             dsts, srcs, sizes = _cut(to, dsts, source, srcs, sizes)
         self._send_batch(dsts, srcs, sizes, stream)
-        return len(runs)
+        return len(runs.rows)
 
     def _copy_ends(self, dst: Tensor, src: Tensor) -> tuple[CudaBuffer, CudaBuffer, int]:
         nbytes = dst.nbytes

@@ -286,8 +286,8 @@ class HostStream:
         self, dst: Tensor, dst_rows: Sequence[int], src: Tensor, src_rows: Sequence[int]
     ) -> int:
         runs = row_runs(dst, dst_rows, src, src_rows)
-        self.copy_many([run.pair(dst, src) for run in runs])
-        return len(runs)
+        self.copy_many(runs.pairs(dst, src))
+        return len(runs.rows)
 
     def fill(self, dst: Tensor, byte: int) -> None:
         if not 0 <= byte <= 255:

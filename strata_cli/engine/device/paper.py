@@ -241,7 +241,7 @@ class PaperStream:
         self, dst: Tensor, dst_rows: Sequence[int], src: Tensor, src_rows: Sequence[int]
     ) -> int:
         """Nothing is there to copy."""
-        return len(row_runs(dst, dst_rows, src, src_rows))
+        return len(row_runs(dst, dst_rows, src, src_rows).rows)
 
     def fill(self, dst: Tensor, byte: int) -> None:
         """Nothing is there to fill."""

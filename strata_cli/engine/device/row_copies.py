@@ -9,27 +9,29 @@ from strata_cli.engine.device.base import Tensor
 from strata_cli.errors import ShapeError
 
 
-class RowRun(NamedTuple):
-    """So many neighbouring rows, from src on to those from dst on."""
+class RowRuns(NamedTuple):
+    """Runs of neighbouring rows: so many rows from src on, to those from dst on."""
 
-    dst: int
-    src: int
-    rows: int
+    dst: list[int]
+    src: list[int]
+    rows: list[int]
 
-    def pair(self, dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
-        """The bytes of the run in both matrices, flat."""
-        nbytes = self.rows * src.shape[1]
-        to_at = dst.offset_bytes + self.dst * dst.shape[1]
-        from_at = src.offset_bytes + self.src * src.shape[1]
-        return (
-            Tensor(dst.buffer, to_at, (nbytes,), dst.dtype),
-            Tensor(src.buffer, from_at, (nbytes,), src.dtype),
-        )
+    def pairs(self, dst: Tensor, src: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The bytes of each run in both matrices, flat."""
+        return [
+            (
+                _flat(dst, to * dst.shape[1], rows * src.shape[1]),
+                _flat(src, source * src.shape[1], rows * src.shape[1]),
+            )
+            for to, source, rows in zip(self.dst, self.src, self.rows, strict=True)
+        ]
 
 
-def row_runs(
-    dst: Tensor, dst_rows: Sequence[int], src: Tensor, src_rows: Sequence[int]
-) -> list[RowRun]:
+def _flat(matrix: Tensor, first: int, nbytes: int) -> Tensor:
+    return Tensor(matrix.buffer, matrix.offset_bytes + first, (nbytes,), matrix.dtype)
+
+
+def row_runs(dst: Tensor, dst_rows: Sequence[int], src: Tensor, src_rows: Sequence[int]) -> RowRuns:
     """The pieces that a copy of rows is cut into.
 
     Args:
@@ -48,26 +50,22 @@ def row_runs(
             f"{len(src_rows)} rows of {src_bytes} bytes do not fit {len(dst_rows)} of {dst_bytes}"
         )
     if not dst_rows:
-        return []
-    if (
-        min(dst_rows) < 0
-        or max(dst_rows) >= num_dst
-        or min(src_rows) < 0
-        or max(src_rows) >= num_src
-    ):
+        return RowRuns([], [], [])
+    bounds = min(dst_rows), max(dst_rows), min(src_rows), max(src_rows)
+    if bounds[0] < 0 or bounds[1] >= num_dst or bounds[2] < 0 or bounds[3] >= num_src:
         raise ShapeError(
-            f"rows {min(src_rows)}..{max(src_rows)} of {num_src} to "
-            f"{min(dst_rows)}..{max(dst_rows)} of {num_dst}"
+            f"rows {bounds[2]}..{bounds[3]} of {num_src} to {bounds[0]}..{bounds[1]} of {num_dst}"
         )
     if src_bytes != dst_bytes:  # a gap lies behind each
-        return [RowRun(to, source, 1) for to, source in zip(dst_rows, src_rows, strict=True)]
-    runs: list[RowRun] = []
-    to, source, count = dst_rows[0], src_rows[0], 0
-    for next_to, next_source in zip(dst_rows, src_rows, strict=True):
-        if next_to == to + count and next_source == source + count:
-            count += 1
+        return RowRuns(list(dst_rows), list(src_rows), [1] * len(dst_rows))
+    runs = RowRuns([], [], [])
+    next_to = next_source = -1
+    for to, source in zip(dst_rows, src_rows, strict=True):
+        if to == next_to and source == next_source:
+            runs.rows[-1] += 1
         else:
-            runs.append(RowRun(to, source, count))
-            to, source, count = next_to, next_source, 1
-    runs.append(RowRun(to, source, count))
+            runs.dst.append(to)
+            runs.src.append(source)
+            runs.rows.append(1)
+        next_to, next_source = to + 1, source + 1
     return runs
