@@ -25,7 +25,7 @@ from strata_cli.commands.prompt import STDIN, PromptSource
 from strata_cli.commands.prompt_flags import prompt_options
 from strata_cli.commands.streams import require_stdout
 from strata_cli.commands.trace_arms import Arms
-from strata_cli.config import StrataConfig
+from strata_cli.config import StrataConfig, flag_of
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.measuring.perfetto import as_perfetto
 from strata_cli.engine.measuring.summary import summarize
@@ -138,10 +138,13 @@ def trace(
     _check_modes(source, trace_file, ab, identity=identity, perfetto=perfetto)
     arms_alone = {"--repeat": repeat, "--max-tokens": max_tokens}
     runs_alone = {"--reuse": reuse, "--warm-up": warm_up or None}
+    of_engine = {flag_of(name): flags[name] for name in ENGINE_SETTINGS}
+    of_sampler = {flag_of(name): flags[name] for name in SAMPLING_SETTINGS}
     if trace_file is not None:
-        _refuse(arms_alone | runs_alone, "has no effect on a trace that --from shows")
+        all_alone = arms_alone | runs_alone | of_engine
+        _refuse(all_alone, "has no effect on a trace that --from shows")
     if ab is None:
-        _refuse(arms_alone, "has no effect without --ab")
+        _refuse(arms_alone | of_sampler, "has no effect without --ab")
     else:
         _refuse({"--layers": every_layer or None}, "has no effect with --ab")
         _refuse({"--warm-up": warm_up or None}, "has no effect with --ab, where each arm warms up")

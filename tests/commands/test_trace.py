@@ -189,6 +189,8 @@ def test_perfetto_gets_a_file(
         (["hello", "--repeat", "0"], "--repeat must be a whole number from 1"),
         (["hello", "--repeat", "2"], "--repeat has no effect without --ab"),
         (["hello", "--max-tokens", "2"], "--max-tokens has no effect without --ab"),
+        (["hello", "--seed", "2"], "--seed has no effect without --ab"),
+        (["--from", "x", "--prefill", "9"], "--prefill has no effect on a trace that --from shows"),
         (["--from", "x", "--reuse", "2"], "--reuse has no effect on a trace that --from shows"),
         (["--from", "x", "--warm-up"], "--warm-up has no effect on a trace that --from shows"),
         (["hello", "--ab", "progress", "--layers"], "--layers has no effect with --ab"),
