@@ -608,10 +608,10 @@ class Forward:
         shape = (num, self.spec.num_experts_per_tok)
         ids, row_of, pair_of = (
             Tensor(part.buffer, part.offset_bytes, size, np.dtype(np.int32))
-            for part, size in zip(parts[1:], (shape, (num_pairs,), shape), strict=True)
-        )
+            for part, size in zip(parts[:3], (shape, (num_pairs,), shape), strict=True)
+        )  # ids first, where they are aligned whatever the number of pairs
         matmul(stream, values, self.weights.layers[index].moe.router, logits)
-        moe.route_in_order(stream, logits, ids, parts[0].reshape(*shape), start, row_of, pair_of)
+        moe.route_in_order(stream, logits, ids, parts[3].reshape(*shape), start, row_of, pair_of)
 
     def _foreseen(self, ahead: Fetcher, index: int, num_tokens: int) -> tuple[Product, ...]:
         """What the next layer's router makes of this layer's input, as far as there is one."""
