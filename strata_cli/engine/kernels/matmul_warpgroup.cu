@@ -19,7 +19,7 @@ constexpr int ROWS = 128, TOKENS = 128;  // most of a tile
 constexpr int X_WARPS = 4, MULTIPLYING_WARPS = 8, RAW_WARPS = 4;
 constexpr int FIRST_MULTIPLYING = X_WARPS, FIRST_RAW = FIRST_MULTIPLYING + MULTIPLYING_WARPS;
 constexpr int THREADS = 32 * (FIRST_RAW + RAW_WARPS);
-constexpr int X_REGISTERS = 96, RAW_REGISTERS = 32, MULTIPLYING_REGISTERS = 192;
+constexpr int X_REGISTERS = 104, RAW_REGISTERS = 40, MULTIPLYING_REGISTERS = 184;
 constexpr int BATCH = 8;                             // loads of a lane that start together
 constexpr int TILE_BYTES = TOKENS * TILE_ROW_BYTES;  // of 64 k
 constexpr int GROUPS = TOKENS / (4 * X_WARPS);       // of four tokens, of a warp
