@@ -55,6 +55,13 @@ WAYS = {
     "foreseen, ahead 64": replace(
         PLAIN, is_likely=True, foresees=True, stream=replace(PLAIN.stream, depth=0, ahead=64)
     ),
+    "foreseen, kept 1024": replace(
+        PLAIN,
+        is_likely=True,
+        foresees=True,
+        stream=replace(PLAIN.stream, depth=0),
+        kept_slots=1024,
+    ),
     "likely, ahead 256": replace(
         PLAIN, is_likely=True, stream=replace(PLAIN.stream, depth=0, ahead=256)
     ),
