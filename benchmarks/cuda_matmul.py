@@ -469,7 +469,8 @@ def many(bench: Bench, types: Sequence[QuantType], limit: float, tiles: Sequence
     """Prompts times dense matrices; with tiles, each of those instead of the usual one."""
     for tokens, cols, rows in PROMPTS[:3] if tiles else PROMPTS:
         x, out = bench.normal(tokens, cols), empty(bench.device, (tokens, rows))
-        half, cases = rounded(bench, x), []
+        cases: list[Case] = []
+        half = rounded(bench, x)
         for qtype in filter(lambda t: fits(t, cols), types):
             weight = weights_of(bench, qtype, rows, cols, 1)[0]
             for tile in tiles or (None,):

@@ -208,10 +208,8 @@ def test_products_compile_for_every_architecture(architecture: str) -> None:
         *(
             plan.unit
             for plan in (
-                warpgroup_plan(matrix_of(QuantType.BF16, 640, 104), 4096, GPUS["hopper"]),
-                grouped_warpgroup_plan(
-                    expert_of(QuantType.IQ3_XXS, 640, 2560), 999, 9, GPUS["hopper"]
-                ),
+                warpgroup_plan(matrix_of(QuantType.IQ3_XXS, 640, 2560), 4096, GPUS["hopper"]),
+                grouped_warpgroup_plan(expert_of(QuantType.BF16, 640, 104), 999, 9, GPUS["hopper"]),
             )
             if architecture == "sm_90a"
         ),
