@@ -71,6 +71,15 @@ struct RowScale {
     unsigned scale, minimum;
 };
 
+// Codes of Q8_0 that begin amid a word: halves of whole words, so that no bits move.
+template <class Block>
+__device__ inline Octet codes_amid_words(const Block &block, int at) {
+    constexpr unsigned signs = 0x80808080u;
+    const unsigned a = block.u32(at - 2) ^ signs, b = block.u32(at + 2) ^ signs;
+    return {pick(a, ONE_K, 0x4342), pick(b, ONE_K, 0x4140), pick(b, ONE_K, 0x4342),
+            pick(block.u32(at + 6) ^ signs, ONE_K, 0x4140)};
+}
+
 // The octet of lane t at a step, times the gain. `row` begins at step 0; `step` should be known at
 // compile time. Call it for each step in turn with the same `scale`. Type may have other ways to
 // make the same codes.
@@ -96,7 +105,12 @@ __device__ inline Octet decode(const Staged<ALIGN> &row, int step, int t, Book b
             scale.scale = both(now.scale * GAIN<TYPE>);
             if constexpr (Type::HAS_MIN) scale.minimum = both(now.minimum * -GAIN<TYPE>);
         }
-        Octet w = Type::codes(block, own, book);
+        Octet w;
+        // Of a lane's two blocks of 34 bytes, the first one's codes begin amid a word.
+        if (TYPE == Q8_0 && LANE == 64 && ALIGN % 4 == 0 && step % R::OCTETS < R::OCTETS / 2)
+            w = codes_amid_words(block, 2 + 8 * own);
+        else
+            w = Type::codes(block, own, book);
         for (int i = 0; i < 4; i++) {
             if constexpr (Type::BIAS != 0) w.pair[i] = add2(w.pair[i], MINUS<Type::BIAS>);
             w.pair[i] = Type::HAS_MIN ? fma2(w.pair[i], scale.scale, scale.minimum)
