@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.experts.depth import DepthRule
 from strata_cli.engine.experts.entries import list_entries, rank_experts
 from strata_cli.engine.experts.gate import Gate
-from strata_cli.engine.experts.walk import Walk, WalkRules
+from strata_cli.engine.experts.walk import ANY_NUMBER, Walk, WalkRules
 
 GROUP = 16
 
@@ -95,7 +95,10 @@ class Timing(NamedTuple):
 
 
 class ClockedChunk:
-    """One chunk of a model whose experts are not all resident: all arrays [L, E], by expert id."""
+    """One chunk of a model whose experts are not all resident: all arrays [L, E], by expert id.
+
+    With a depth, copies wait by the rules' `ahead` until a layer is published, all of them.
+    """
 
     def __init__(
         self,
@@ -112,7 +115,8 @@ class ClockedChunk:
         self._routed = np.take_along_axis(routed, self._ranking.expert_at, axis=1)
         self._entries = list_entries(self._ranking)
         self._gate = Gate(*resident.shape) if rules.depth is not None else None
-        self._walk = Walk(self._entries, self._link, rules, self._gate)
+        nobody = [0] * len(resident)
+        self._walk = Walk(self._entries, self._link, rules, self._gate, nobody)
         self._compute_us = 0.0
         self._needed = int((routed & ~resident).sum())
 
@@ -167,8 +171,10 @@ class ClockedChunk:
             self._sleep_until(landing)
 
 
-def rules_of(depth: DepthRule | None, ring_slots: int = 384, together: int = 16) -> WalkRules:
-    return WalkRules(ring_slots, depth, together)
+def rules_of(
+    depth: DepthRule | None, ring_slots: int = 384, together: int = 16, ahead: int = ANY_NUMBER
+) -> WalkRules:
+    return WalkRules(ring_slots, depth, together, ahead)
 
 
 class SimRouter:

@@ -7,6 +7,7 @@ import pytest
 
 from strata_cli.engine.experts.depth import AutoDepth, FixedDepth
 from strata_cli.engine.experts.order import by_score, oracle
+from strata_cli.engine.experts.walk import ANY_NUMBER
 from tests.experts.clocked import (
     ClockedChunk,
     SimClock,
@@ -77,6 +78,15 @@ def test_a_deeper_queue_avoids_less() -> None:
     assert avoided[0] > avoided[2]
 
 
+def test_unlikely_copies_that_wait_avoid_as_much_as_a_short_queue_beside_a_deep_one() -> None:
+    counts = ROUTER.prompt(40, seed=3)
+    order = by_score(ROUTER.profile)
+    deep, short = (_run(counts, order, FixedDepth(depth)) for depth in (256, 8))
+    patient = _run(counts, order, FixedDepth(256), ahead=8)
+    assert deep.avoided < short.avoided == pytest.approx(patient.avoided, abs=0.03)
+    assert patient.total_us < deep.total_us
+
+
 def test_an_automatic_depth_gets_on_without_being_told() -> None:
     counts = ROUTER.prompt(40, seed=4)
     fixed = _run(counts, None, FixedDepth(16))
@@ -90,7 +100,8 @@ def _run(
     depth: FixedDepth | AutoDepth,
     *,
     is_plain: bool = False,
+    ahead: int = ANY_NUMBER,
 ) -> Timing:
     resident = np.zeros(counts.shape, np.bool_)
-    rules = rules_of(None if is_plain else depth, ring_slots=64)
+    rules = rules_of(None if is_plain else depth, ring_slots=64, ahead=ahead)
     return ClockedChunk(resident, counts > 0, order, rules, SPEEDS).run()
