@@ -47,7 +47,7 @@ class StreamRules:
         stream: how each chunk's experts are streamed.
         is_likely: copy first what is likely to be routed, else in the order of ids.
         foresees: what is likely in a layer is what its router makes of what the layer before
-            reads; in chunks that are not long, see LONG_CHUNK_TOKENS.
+            reads; in chunks that are not long, see LONG_CHUNK_TOKENS, where anything is skipped.
         kept_slots: for a prompt's most used experts, between its chunks.
         short_tokens: chunks of at most so many, and steps, read experts where they are, over the
             link; only those that are not in page-locked memory come through a small ring.
@@ -288,7 +288,8 @@ class PromptStream:
         if not rules.is_likely or ring.num_slots <= SMALL_RING_SLOTS:
             return _Ranked(rank_experts(resident), None, foresees=False)
         num_likely = self._history.num_likely(num_tokens, ~resident)
-        if not rules.foresees or num_tokens >= LONG_CHUNK_TOKENS:
+        foresees = rules.foresees and rules.stream.skips_unrouted
+        if not foresees or num_tokens >= LONG_CHUNK_TOKENS:
             ranking = rank_experts(resident, self._history.order())
             return _Ranked(ranking, num_likely, foresees=False)
         ranking = rank_experts(resident)
