@@ -265,7 +265,7 @@ class Forward:
         is_beside = weights.inject is not None and can_mix_inject(stream, normed, weights.inject)
         if weights.inject is not None and not is_beside:
             products.append(Product(weights.inject, inject))
-        matmul_several(stream, normed, products, rounded)
+        matmul_several(stream, normed, products, rounded, self.workspace.take_all("stream_gate"))
         if can_gate(stream, x.shape[0]):
             matmul_silu(stream, low, self.spec.num_streams, weights.up, gate)
         else:
@@ -357,7 +357,7 @@ class Forward:
         gated, out = take("gated", num), take("out", num)
         rounded = self._room_for_rounded(gated)
         gdn_kernels.gated_norm(stream, delta, z, weights.norm, eps, gated, rounded)
-        matmul(stream, gated, weights.out, out, rounded)
+        matmul(stream, gated, weights.out, out, rounded, self.workspace.take_all("qkv"))
         return out
 
     def _attention(
@@ -425,7 +425,8 @@ class Forward:
                 self.workspace.take_all("attend_sums"),
                 _rows(attended, part),
             )
-        matmul(stream, attended, weights.out, out, self._rounded(attended))
+        rounded = self._rounded(attended)
+        matmul(stream, attended, weights.out, out, rounded, self.workspace.take_all("q"))
         return out
 
     def _attend_together(self, index: int, weights: IndexerWeights, batch: Batch) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from strata_cli.engine.device.base import Launch, Stream, Tensor
 from strata_cli.engine.kernels.attention import cache_type
 from strata_cli.engine.kernels.choice import FEW_TOKENS
-from strata_cli.engine.kernels.matmul_several import gpu_kernel
+from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.products import WARP, Unit
 from strata_cli.engine.kernels.shapes import blocks, expect
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from strata_cli.engine.device.base import Launch, Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS
+from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.hyper import expect_inject
-from strata_cli.engine.kernels.matmul_several import gpu_kernel
 from strata_cli.engine.kernels.moe import CombineOperands
 from strata_cli.engine.kernels.products import WARP, Unit
 from strata_cli.engine.kernels.shapes import blocks, expect

@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS
+from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.hyper import COLUMNS, THREADS
-from strata_cli.engine.kernels.matmul_several import gpu_kernel
 from strata_cli.engine.kernels.products import Unit, dense_matrix, slice_cols
 from strata_cli.engine.kernels.prompt_plan import has_thin_plan
 from strata_cli.engine.kernels.shapes import blocks, expect

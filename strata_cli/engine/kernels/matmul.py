@@ -24,9 +24,11 @@ from strata_cli.engine.kernels.choice import (
     FEW_PAIRS_PER_EXPERT,
     FEW_TOKENS,
     few_is_faster,
+    slices_are_faster,
 )
 from strata_cli.engine.kernels.dequant import dequantizer
 from strata_cli.engine.kernels.few import FEW_COLUMNS, few_plan
+from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.pointers import (
     address_of,
@@ -43,6 +45,7 @@ from strata_cli.engine.kernels.products import (
     grouped_many_plan,
     many_plan,
     shared_limit,
+    sliced_plan,
 )
 from strata_cli.engine.kernels.prompt_plan import (
     Gpu,
@@ -211,7 +214,12 @@ def _bind_matmul_many(x: Floats, _rounded: Halves, *args: Any) -> tuple[Any, ...
 
 
 def matmul(
-    stream: Stream, x: Tensor, weight: Weight, out: Tensor, rounded: Tensor | None = None
+    stream: Stream,
+    x: Tensor,
+    weight: Weight,
+    out: Tensor,
+    rounded: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> None:
     """Enqueue out = x times the transposed weight; a weight row makes an output column.
 
@@ -224,6 +232,7 @@ def matmul(
         weight: N rows of K quantized weights.
         out: float32 [T, N], overwritten; must not overlap x.
         rounded: x as ``round_rows`` left it, float16 [T, K].
+        scratch: float32 [any], overwritten; the more, the sooner some rows are done.
 
     Raises:
         ShapeError: extents or types do not fit.
@@ -240,6 +249,8 @@ def matmul(
     is_few = few_is_faster(matrix, tokens)
     if not is_few and rounded is not None and _has_many(matrix, rounded):
         expect("matmul rounded", rounded, (tokens, weight.cols), np.float16)
+        if _launch_slices(stream, matrix, rounded, weight, out, scratch):
+            return
         plan = _dense_plan(stream, matrix, tokens)
         kernel = _kernel(_bind_matmul_many, _matmul_reference, plan.unit)
         launch = plan.launch(items, grain)
@@ -251,6 +262,28 @@ def matmul(
     kernel = _kernel(_bind_matmul, _matmul_reference, plan.unit)
     launch = plan.launch(items, grain, early=split is None)
     stream.launch(kernel, launch, x, weight.data, out, *numbers)
+
+
+def _launch_slices(
+    stream: Stream,
+    matrix: Matrix,
+    rounded: Tensor,
+    weight: Weight,
+    out: Tensor,
+    scratch: Tensor | None,
+) -> bool:
+    """Enqueue a product slice by slice where that is faster and the scratch holds its sums."""
+    tokens = out.shape[0]
+    if scratch is None or not stream.shared_bytes or not slices_are_faster(matrix, tokens):
+        return False
+    plan = sliced_plan(matrix, tokens, shared_limit(stream))
+    if plan.num_floats > scratch.size:
+        return False
+    numbers = (tokens, weight.rows, weight.cols)
+    operands = (rounded, weight.data, scratch)
+    stream.launch(gpu_kernel(plan.slices.unit), plan.slices.launch(1, 1), *operands, *numbers)
+    stream.launch(gpu_kernel(plan.join.unit), plan.join.launch(1, 1), scratch, out)
+    return True
 
 
 def _split_plan(

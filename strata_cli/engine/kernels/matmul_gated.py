@@ -12,7 +12,8 @@ import numpy as np
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_PAIRS_PER_EXPERT, FEW_TOKENS
 from strata_cli.engine.kernels.few import FEW_COLUMNS, few_plan
-from strata_cli.engine.kernels.matmul_several import Experts, gpu_kernel, matrix_of_experts
+from strata_cli.engine.kernels.gpu_only import gpu_kernel
+from strata_cli.engine.kernels.matmul_several import Experts, matrix_of_experts
 from strata_cli.engine.kernels.moe import ROUTE_IN_REGISTERS, RouteOperands
 from strata_cli.engine.kernels.products import WARP, Plan, dense_matrix
 from strata_cli.engine.kernels.shapes import blocks, expect

@@ -188,16 +188,21 @@ struct Many {
                  x0, x1);
     }
 
-    __device__ void run(const Tile &tile) const {
-        const int stages = (product.cols + STAGE - 1) / STAGE;
+    __device__ int num_stages() const { return (product.cols + STAGE - 1) / STAGE; }
+
+    __device__ void run(const Tile &tile) const { run<true>(tile, 0, num_stages()); }
+
+    // Stages begin .. stages, the first of a slice; IS_WHOLE: they are all, and the gain goes out.
+    template <bool IS_WHOLE>
+    __device__ void run(const Tile &tile, int begin, int stages) const {
         const int token_warp = threadIdx.x / 32 / ROW_WARPS;
         // The shuffle tells the compiler that a warp agrees on it.
         const int tokens = __shfl_sync(0xffffffffu, tile.count - 64 * token_warp, 0);
         float sums[2][8][4] = {}, totals[2][8][4] = {};
         RowScale scale[2][2];
-        for (int stage = 0; stage < STAGES - 1; stage++) copy_stage(tile, stage, stages, stage);
+        for (int i = 0; i < STAGES - 1; i++) copy_stage(tile, begin + i, stages, i);
         int slot = 0, left_of_slice = product.slice;
-        for (int stage = 0; stage < stages; stage++) {
+        for (int stage = begin; stage < stages; stage++) {
             wait_copies<STAGES - 2>();
             __syncthreads();
             copy_stage(tile, stage + STAGES - 1, stages, slot ? slot - 1 : STAGES - 1);
@@ -216,10 +221,11 @@ struct Many {
                 }
             }
         }
-        store(totals, tile, tokens);
+        store<IS_WHOLE>(totals, tile, tokens);
         __syncthreads();
     }
 
+    template <bool IS_WHOLE>
     __device__ void store(const float (&totals)[2][8][4], const Tile &tile, int tokens) const {
         const int lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
         const int row = tile.first_row + 32 * (threadIdx.x / 32 % ROW_WARPS) + g;
@@ -231,10 +237,22 @@ struct Many {
             const int m = i / 32, n = i / 4 % 8, half = i / 2 % 2, token = 8 * n + i % 2;
             if (row + 16 * m + 8 * half < product.rows && 2 * t + token < tokens)
                 to[static_cast<long long>(token) * product.rows + 16 * m + 8 * half] =
-                    totals[m][n][i % 4] / GAIN<TYPE>;
+                    IS_WHOLE ? totals[m][n][i % 4] / GAIN<TYPE> : totals[m][n][i % 4];
         }
     }
 };
+
+// The tile of a block of a dense product; its tokens' rows are known afterwards.
+template <class Block>
+__device__ inline Tile dense_tile(const Block &block, const unsigned char *data, int num_tokens) {
+    const int token_tiles = (num_tokens + Block::TOKENS - 1) / Block::TOKENS;
+    const int first = blockIdx.x % token_tiles * Block::TOKENS;
+    for (int i = threadIdx.x; i < Block::TOKENS; i += Block::THREADS)
+        block.set_source(i, min(first + i, num_tokens - 1));
+    __syncthreads();
+    return {data, static_cast<int>(blockIdx.x) / token_tiles * Block::ROWS, first,
+            min(Block::TOKENS, num_tokens - first)};
+}
 
 // matmul_many: grid (token tiles * row tiles), token tiles innermost
 template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS, int STAGES>
@@ -247,14 +265,36 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
     const Product product = {activations, out, static_cast<int>(rows), static_cast<int>(cols),
                              static_cast<int>(slice)};
     const Block block(product, reinterpret_cast<unsigned char *>(shared));
-    const int num_tokens = tokens, token_tiles = (num_tokens + Block::TOKENS - 1) / Block::TOKENS;
-    const int first = blockIdx.x % token_tiles * Block::TOKENS;
-    const Tile tile = {data, static_cast<int>(blockIdx.x) / token_tiles * Block::ROWS, first,
-                       min(Block::TOKENS, num_tokens - first)};
-    for (int i = threadIdx.x; i < Block::TOKENS; i += Block::THREADS)
-        block.set_source(i, min(first + i, num_tokens - 1));
-    __syncthreads();
-    block.run(tile);
+    block.run(dense_tile(block, data, static_cast<int>(tokens)));
+}
+
+// matmul_many_slices: as matmul_many, but a block makes one slice of a tile's sums, where tiles are
+// few and rows long; join_slices adds them up
+//   -> sums [slices,T,N] f32; grid (token tiles * row tiles, slices)
+template <int TYPE, int LANE, int ALIGN, int ROW_WARPS, int TOKEN_WARPS, int STAGES>
+__global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
+    matmul_many_slices(const unsigned short *activations, const unsigned char *data, float *sums,
+                       long long tokens, long long rows, long long cols, long long slice) {
+    using Block = Many<TYPE, LANE, ALIGN, ROW_WARPS, TOKEN_WARPS, STAGES, true>;
+    extern __shared__ uint4 shared[];
+    const Product product = {activations, sums + blockIdx.y * tokens * rows, static_cast<int>(rows),
+                             static_cast<int>(cols), static_cast<int>(slice)};
+    const Block block(product, reinterpret_cast<unsigned char *>(shared));
+    const Tile tile = dense_tile(block, data, static_cast<int>(tokens));
+    const int stages = static_cast<int>(slice) / STAGE, first = blockIdx.y * stages;
+    block.template run<false>(tile, first, min(first + stages, block.num_stages()));
+}
+
+// join_slices: out = 0 + slice 0 + slice 1 + ..., as one block would have added them
+//   sums [slices,T*N] f32 -> out [T*N] f32; grid (T*N / block), reads 4 * slices*T*N bytes
+template <int TYPE>
+__global__ void join_slices(const float *sums, float *out, long long slices, long long values) {
+    const long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+    if (i >= values) return;
+    float total = 0.0f;
+#pragma unroll 4
+    for (long long slice = 0; slice < slices; slice++) total += sums[slice * values + i];
+    out[i] = total / GAIN<TYPE>;
 }
 
 // Inclusive prefix sum over the experts of their token tiles, [experts + 1] from zero.

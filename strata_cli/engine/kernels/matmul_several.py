@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from strata_cli.engine.device.base import Kernel, Stream, Tensor
+from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_PAIRS_PER_EXPERT, all_few
 from strata_cli.engine.kernels.few import FEW_COLUMNS, MOST_MATRICES, can_share, few_plan
+from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
-from strata_cli.engine.kernels.products import Matrix, Unit, alignment, dense_matrix
+from strata_cli.engine.kernels.products import Matrix, alignment, dense_matrix
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import row_bytes
@@ -37,7 +38,11 @@ class Experts(NamedTuple):
 
 
 def matmul_several(
-    stream: Stream, x: Tensor, products: Sequence[Product], rounded: Tensor | None = None
+    stream: Stream,
+    x: Tensor,
+    products: Sequence[Product],
+    rounded: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> None:
     """Enqueue ``matmul`` of x with each weight. No output may overlap x or another.
 
@@ -46,6 +51,7 @@ def matmul_several(
         x: activations, float32 [T, K].
         products: weights with K columns, and their outputs.
         rounded: x as ``round_rows`` left it; makes many rows fast.
+        scratch: as of ``matmul``.
 
     Raises:
         ShapeError: extents or types do not fit.
@@ -53,7 +59,7 @@ def matmul_several(
     matrices = tuple(_matrix(product.weight) for product in products)
     for start, stop in _launches(matrices, x.shape[0] if stream.shared_bytes else 0):
         if stop - start == 1:
-            matmul(stream, x, products[start].weight, products[start].out, rounded)
+            matmul(stream, x, products[start].weight, products[start].out, rounded, scratch)
         else:
             _launch_several(stream, x, tuple(products[start:stop]), matrices[start:stop])
 
@@ -150,14 +156,3 @@ def matrix_of_experts(layout: WeightLayout) -> Matrix:
     """What a grouped product is compiled for."""
     align = alignment(row_bytes(layout.qtype, layout.cols), layout.offset_bytes)
     return Matrix(layout.qtype, layout.rows, layout.cols, align)
-
-
-def _not_on_the_host(_begin: int, _end: int, *_: Any) -> None:
-    """The host makes one product after the other."""
-
-
-@lru_cache(maxsize=256)
-def gpu_kernel(unit: Unit) -> Kernel:
-    """A kernel that only a GPU has."""
-    name = unit.function
-    return Kernel(name, _not_on_the_host, _not_on_the_host, unit.source, name, unit.defines)

@@ -9,7 +9,7 @@ be changed for speed. The layouts of shared memory are stated in matmul_few.cu a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ TOKEN_PITCH = 320  # bytes of one token in a stage of 128 k
 STAGE_PADDING = 16  # behind the raw rows of a stage
 TWO_BLOCKS_SHARED_BYTES = 113 << 10
 GROUPED_BLOCKS = 1056  # a multiple of the multiprocessors of large GPUs; blocks take many tiles
+JOIN_THREADS = 256
 WIDE_TILES = 256  # with fewer tiles of 128 tokens than this, tiles of 64 fill a GPU better
 
 
@@ -214,6 +215,33 @@ def many_plan(
     tile = _choose_tile(matrix, candidates or usual, 0, (shared_bytes,))
     num_blocks = blocks(matrix.rows, tile.rows) * blocks(tokens, tile.tokens)
     return _many("matmul_many", matrix, tile, num_blocks)
+
+
+class SlicedPlan(NamedTuple):
+    """Two launches: one that makes every slice of the sums by itself, one that adds them up."""
+
+    slices: Plan
+    join: Plan
+    num_floats: int  # of scratch between them
+
+
+@lru_cache(maxsize=4096)
+def sliced_plan(matrix: Matrix, tokens: int, shared_bytes: int) -> SlicedPlan:
+    """The many-row function for one matrix, a slice of a tile to a block."""
+    tile = _choose_tile(matrix, NARROW, 0, (shared_bytes,))
+    num_tiles = blocks(matrix.rows, tile.rows) * blocks(tokens, tile.tokens)
+    whole = _many("matmul_many_slices", matrix, tile, num_tiles)
+    num_slices = blocks(matrix.cols, slice_cols(matrix.qtype, matrix.cols))
+    values = tokens * matrix.rows
+    join = Plan(
+        unit=Unit("matmul_many.cu", f"join_slices<{matrix.qtype.name}>", whole.unit.defines),
+        grid=(blocks(values, JOIN_THREADS), 1, 1),
+        block=(JOIN_THREADS, 1, 1),
+        shared_bytes=0,
+        extents=(num_slices, values),
+    )
+    slices = replace(whole, grid=(num_tiles, num_slices, 1))
+    return SlicedPlan(slices, join, num_slices * values)
 
 
 @lru_cache(maxsize=4096)

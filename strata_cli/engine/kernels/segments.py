@@ -14,7 +14,7 @@ from strata_cli.engine.device.base import Launch, Stream, Tensor
 from strata_cli.engine.kernels import gdn, indexer, ngram
 from strata_cli.engine.kernels.attention import THREADS as STORE_THREADS
 from strata_cli.engine.kernels.attention_plan import ENOUGH_BLOCKS, AttendPlan
-from strata_cli.engine.kernels.matmul_several import gpu_kernel
+from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.products import WARP, Unit
 from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank
 
