@@ -194,10 +194,18 @@ struct Turn {
     }
 };
 
+// Operands of the rows that tiles of eight do not have: whatever lies in some register, so that
+// none is moved; nobody reads these rows' sums.
+__device__ inline Octet anything() {
+    Octet any;
+#pragma unroll
+    for (int i = 0; i < 4; i++) asm("" : "=r"(any.pair[i]));
+    return any;
+}
+
 template <int ROWS>
 __device__ inline void multiply_step(float (&sums)[4], const Octet (&w)[ROWS / 8], const uint4 &x) {
-    const Octet none = {{0, 0, 0, 0}};
-    const Octet &low = w[0], &high = ROWS == 16 ? w[ROWS / 8 - 1] : none;
+    const Octet &low = w[0], high = ROWS == 16 ? w[ROWS / 8 - 1] : anything();
     multiply(sums, low.pair[0], high.pair[0], low.pair[1], high.pair[1], x.x, x.y);
     multiply(sums, low.pair[2], high.pair[2], low.pair[3], high.pair[3], x.z, x.w);
 }
@@ -207,9 +215,8 @@ template <int ROWS>
 __device__ inline void multiply_split(float (&sums)[4], const Octet (&w)[ROWS / 8],
                                       const Octet (&rest)[ROWS / 8], const uint4 &x,
                                       const uint4 &x_rest) {
-    const Octet none = {{0, 0, 0, 0}};
-    const Octet &wa = w[0], &wb = ROWS == 16 ? w[ROWS / 8 - 1] : none;
-    const Octet &ra = rest[0], &rb = ROWS == 16 ? rest[ROWS / 8 - 1] : none;
+    const Octet &wa = w[0], wb = ROWS == 16 ? w[ROWS / 8 - 1] : anything();
+    const Octet &ra = rest[0], rb = ROWS == 16 ? rest[ROWS / 8 - 1] : anything();
     multiply(sums, wa.pair[0], wb.pair[0], wa.pair[1], wb.pair[1], x.x, x.y);
     multiply(sums, wa.pair[0], wb.pair[0], wa.pair[1], wb.pair[1], x_rest.x, x_rest.y);
     multiply(sums, ra.pair[0], rb.pair[0], ra.pair[1], rb.pair[1], x.x, x.y);
