@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from strata_cli.engine.device.base import Launch, Tensor
@@ -48,6 +49,17 @@ class Tile(NamedTuple):
 
 
 TILES = (Tile(8, 2), Tile(4, 1), Tile(2, 0))  # the first that fits a GPU
+
+
+@cache
+def _padded(dim: int) -> int:
+    return next(n for n in (32, 64, 128, 256) if n >= dim)
+
+
+@cache
+def _tile_of(padded_dim: int, shared_bytes: int) -> Tile:
+    sizes = [tile for tile in TILES if tile.shared_bytes(padded_dim) <= shared_bytes]
+    return sizes[0] if sizes else TILES[-1]
 
 
 def part_shared_bytes(padded_dim: int, stages: int) -> int:
@@ -136,13 +148,12 @@ class AttendPlan:
     @property
     def padded_dim(self) -> int:
         """Columns of a head as tiles hold them."""
-        return next(n for n in (32, 64, 128, 256) if n >= self.dim)
+        return _padded(self.dim)
 
     @property
     def tile(self) -> Tile:
         """Of a thread block of many tokens."""
-        sizes = [tile for tile in TILES if tile.shared_bytes(self.padded_dim) <= self.shared_bytes]
-        return sizes[0] if sizes else TILES[-1]
+        return _tile_of(self.padded_dim, self.shared_bytes)
 
     @property
     def part_stages(self) -> int:
