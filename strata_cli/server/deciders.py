@@ -86,7 +86,7 @@ class Deciders:
             StrataError: the engine failed.
         """
         if engine.facts is None:
-            await engine.start()
+            await engine.load()
         assert engine.facts is not None
         lent = self._idle.pop() if self._idle else self._new(texts, engine.facts)
         asker = _Asker(engine, asyncio.get_running_loop())

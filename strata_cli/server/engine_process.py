@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, TypeVar
 import msgspec
 
 from strata_cli.config import StrataConfig
-from strata_cli.errors import InputError, StrataError
+from strata_cli.errors import ConfigError, InputError, StrataError
 from strata_cli.server.engine_errors import EngineGone, error_of
 from strata_cli.server.protocol import (
     PROTOCOL_VERSION,
@@ -129,8 +129,18 @@ class EngineProcess:
             raise
 
     async def load(self) -> None:
-        """What start() does, under the name of its route."""
-        await self.start()
+        """What start() does, for a request.
+
+        Raises:
+            EngineGone: a setting is wrong, which is not the request's fault.
+            StrataError: see start().
+        """
+        try:
+            await self.start()
+        except (ConfigError, InputError) as error:
+            raise EngineGone(
+                f"the model cannot be loaded: {error.message}", hint=error.hint
+            ) from error
 
     async def reserve(self, mib: int) -> None:
         """Load the model anew, with so much of the device's memory left to others.
@@ -142,7 +152,7 @@ class EngineProcess:
             InputError: there is no device memory, or a setting says how much of it is used.
             StrataError: see start().
         """
-        await self.start()
+        await self.load()
         assert self.facts is not None
         if self.facts.device == "host" or self._config.vram_bytes:
             why = "vram_bytes says how much" if self._config.vram_bytes else "the host computes"
@@ -154,7 +164,7 @@ class EngineProcess:
         await self.unload()
         self._config = replace(before, vram_reserve_mib=mib)
         try:
-            await self.start()
+            await self.load()
         except BaseException:
             self._config = before
             raise
@@ -222,7 +232,7 @@ class EngineProcess:
 
     async def _ready(self) -> WorkerLink:
         while self._link is None or self.state != "ready":
-            await self.start()
+            await self.load()
         return self._link
 
     @contextmanager

@@ -62,7 +62,7 @@ class Service:
             StrataError: it cannot be loaded.
         """
         if self.engine.facts is None:
-            await self.engine.start()
+            await self.engine.load()
         assert self.engine.facts is not None
         return self.engine.facts
 

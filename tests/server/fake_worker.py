@@ -40,6 +40,18 @@ FACTS = ModelFacts(
 )
 
 
+REFUSALS = {
+    "refuses": Refused(
+        kind="out_of_memory",
+        message="layer 3 does not fit on cuda:0: need 9 GiB, free 1 GiB",
+        hint="buy more",
+    ),
+    "is set wrong": Refused(
+        kind="setting", message="--max-context 9 is too much", hint="at most 8"
+    ),
+}
+
+
 class FakeWorker:
     """Answers a request with one token, the first of its prompt, unless the mode says otherwise."""
 
@@ -52,9 +64,8 @@ class FakeWorker:
         opening = self.channel.receive()
         assert isinstance(opening, Open)
         reserve_mib = opening.config.vram_reserve_mib
-        if self.mode == "refuses":
-            text = "layer 3 does not fit on cuda:0: need 9 GiB, free 1 GiB"
-            self.channel.send(Refused(kind="out_of_memory", message=text, hint="buy more"))
+        if self.mode in REFUSALS:
+            self.channel.send(REFUSALS[self.mode])
             return
         if self.mode == "dies first":
             os._exit(3)

@@ -9,9 +9,10 @@ from contextlib import aclosing
 import pytest
 
 from strata_cli.config import StrataConfig
-from strata_cli.errors import InputError, OutOfMemory, StrataError
+from strata_cli.errors import ConfigError, InputError, OutOfMemory, StrataError
 from strata_cli.server.engine_errors import EngineGone
 from strata_cli.server.engine_process import EngineProcess
+from strata_cli.server.failures import failure_of
 from strata_cli.server.protocol import Generate, ProtocolError, Started
 from tests.server.asking import answer, ask, fake, with_engine
 
@@ -45,6 +46,19 @@ def test_a_worker_that_cannot_start_says_why(mode: str, cls: type[StrataError], 
             assert engine.state == "dead"
 
     with_engine(fake(mode), body)
+
+
+def test_a_wrong_setting_is_no_fault_of_a_request() -> None:
+    async def body(engine: EngineProcess) -> None:
+        with pytest.raises(ConfigError, match=r"^--max-context 9 is too much"):
+            await engine.start()
+        for work in (ask(engine, REQUEST), engine.load()):
+            with pytest.raises(EngineGone, match="cannot be loaded: --max-context 9") as caught:
+                await work
+            assert failure_of(caught.value).status == 503
+            assert caught.value.hint == "at most 8"
+
+    with_engine(fake("is set wrong"), body)
 
 
 def test_a_command_that_is_not_there() -> None:

@@ -234,7 +234,7 @@ def test_a_model_that_cannot_be_loaded_says_why(
 ) -> None:
     async def body(engine: EngineProcess) -> None:
         with pytest.raises(cls, match=text) as caught:
-            await ask(engine, CHAT)
+            await engine.start()
         assert not isinstance(caught.value, EngineGone)
         assert caught.value.hint
 
