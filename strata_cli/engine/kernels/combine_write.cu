@@ -17,9 +17,15 @@ struct Row {
 };
 
 // The part of an inject that a thread brings.
-__device__ inline float own_part(const Inject &inject, int token, int s) {
+__device__ inline const float *own_part(const Inject &inject, int token, int s) {
     const int part = min(static_cast<int>(threadIdx.x), static_cast<int>(inject.parts) - 1);
-    return inject.values[(part * inject.num_tokens + token) * inject.num_streams + s];
+    return inject.values + (part * inject.num_tokens + token) * inject.num_streams + s;
+}
+
+// Streams and inject were written some launches ago: the cache may have lost them to weights.
+__device__ inline void fetch_ahead(const float *row, const float *part, int size) {
+    if (4 * static_cast<int>(threadIdx.x) < size) fetch_ahead(row + 4 * threadIdx.x);
+    if (threadIdx.x < MOST_PARTS) fetch_ahead(part);
 }
 
 // Writes factor times `added` to the thread's columns of a row, normalises the row. Quads of
@@ -96,11 +102,13 @@ extern "C" __global__ void write_norm_few(float *x, const float *out, const floa
     const int token = blockIdx.x / static_cast<unsigned>(num_streams);
     const int s = blockIdx.x - token * static_cast<int>(num_streams), first = 4 * threadIdx.x;
     const float4 w = load4_below(weight + s * size, first, size);
-    wait_for_launches_ahead();
     x += blockIdx.x * size;
+    const float *source = own_part(inject, token, s);
+    fetch_ahead(x, source, static_cast<int>(size));
+    wait_for_launches_ahead();
     const float4 v = load4_below(x, first, size);
     const float4 added = load4_below(out + token * size, first, size);
-    const float part = own_part(inject, token, s);
+    const float part = *source;
     write_norm(row, inject, part, v, added, w, eps, x, normed + blockIdx.x * size, size);
 }
 
@@ -121,10 +129,12 @@ extern "C" __global__ void combine_write_norm(const float *expert_out, const int
     const int token = blockIdx.x / static_cast<unsigned>(num_streams);
     const int s = blockIdx.x - token * static_cast<int>(num_streams), first = 4 * threadIdx.x;
     const float4 w = load4_below(weight + s * size, first, size);
-    wait_for_launches_ahead();
     x += blockIdx.x * size;
+    const float *source = own_part(inject, token, s);
+    fetch_ahead(x, source, static_cast<int>(size));
+    wait_for_launches_ahead();
     const float4 v = load4_below(x, first, size);
-    const float part = own_part(inject, token, s);
+    const float part = *source;
     const float logit = shared_logit[token];
     const float4 shared = load4_below(shared_out + token * size, first, size);
     const float4 added =

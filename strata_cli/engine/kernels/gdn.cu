@@ -62,7 +62,14 @@ __device__ inline void convolve(const float *u, const float *history, float *his
 template <int TAPS>
 __global__ void causal_conv_silu(const float *u, float *history, const float *weight, float *out,
                                  long long num_tokens, long long channels, long long rows) {
-    start_early();
+    let_next_start();
+    const long long channel = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+    if (blockIdx.y == 0 && channel < channels) {  // last used a token ago: no longer in the cache
+        fetch_ahead(weight + channel * TAPS);
+#pragma unroll
+        for (int j = 0; j + 1 < TAPS; j++) fetch_ahead(history + j * channels + channel);
+    }
+    wait_for_launches_ahead();
     convolve<TAPS>(u, history, history, weight, out, num_tokens, channels, rows);
 }
 
@@ -419,14 +426,14 @@ __device__ inline float4 times_state(const float4 (&s)[KEYS], const float (&x)[K
 //   grid (N / 32, nv), block 128; 16 threads share four columns of S, each with KEYS keys of them
 //   moves 8 * N*N*nv bytes, of which half are asked for before the launches ahead are done
 template <int KEYS>
-__global__ void __launch_bounds__(STEP_THREADS)
-    delta_step(const float *c, const float *alpha, const float *beta, const float *a,
-               const float *dt, float *state, float *out, float eps, long long all_keys) {
+__device__ inline void go_one_step(const float *c, const float *alpha, const float *beta,
+                                   const float *a, const float *dt, float *state, float *out,
+                                   float eps, int num_keys) {
     constexpr int DIM = KEYS * SLICES, AT_ONCE = KEYS < 4 ? KEYS : 4;
     using Keys = float[KEYS];
     __shared__ StepSums recalled, answered;
     __shared__ float scales[2], decay_and_rate[2];
-    const int num_keys = static_cast<int>(all_keys), head = blockIdx.y;
+    const int head = blockIdx.y;
     const int quad = threadIdx.x % STEP_QUADS, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const int slice = warp + STEP_WARPS * (lane / STEP_QUADS);
     const int column = blockIdx.x * STEP_COLUMNS + 4 * quad;
@@ -485,6 +492,27 @@ __global__ void __launch_bounds__(STEP_THREADS)
     }
     const float4 of_q = answered.fold(times_state(s, own_q));
     if (threadIdx.x < STEP_QUADS) store4(out + head * DIM + column, of_q);
+}
+
+template <int KEYS>
+__global__ void __launch_bounds__(STEP_THREADS)
+    delta_step(const float *c, const float *alpha, const float *beta, const float *a,
+               const float *dt, float *state, float *out, float eps, long long num_keys) {
+    go_one_step<KEYS>(c, alpha, beta, a, dt, state, out, eps, static_cast<int>(num_keys));
+}
+
+// delta_step_segments: one token of each segment, in the second part of its running state, which
+// lay in the table before the launch ahead was enqueued; grid (N / 32, nv, segments)
+template <int KEYS>
+__global__ void __launch_bounds__(STEP_THREADS)
+    delta_step_segments(const float *c, const float *alpha, const float *beta, const float *a,
+                        const float *dt, const RunningSegment *segments, float *out, float eps,
+                        long long num_keys, long long num_values) {
+    constexpr int DIM = KEYS * SLICES;
+    const long long row = segments[blockIdx.z].first, values = row * num_values;
+    go_one_step<KEYS>(c + row * (2 * num_keys + num_values) * DIM, alpha + values, beta + values, a,
+                      dt, segments[blockIdx.z].state_to, out + values * DIM, eps,
+                      static_cast<int>(num_keys));
 }
 
 // gated_norm: out = o / rms(o) * weight * sigmoid(z), each value head on its own

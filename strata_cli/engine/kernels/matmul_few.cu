@@ -263,6 +263,10 @@ __device__ inline bool find_pairs(Found &found, const int *row_of, const int *ex
                                   int experts, int columns, const long long *first_blobs,
                                   const long long *second_blobs) {
     constexpr int AT_ONCE = 2;  // experts of a thread; every load is on its way before one is used
+    for (int e = 16 * threadIdx.x; e < experts; e += 16 * blockDim.x) {  // last read a token ago
+        fetch_ahead(first_blobs + e);
+        fetch_ahead(second_blobs + e);
+    }
     wait_for_launches_ahead();
     const int before = expert_start[0], all_pairs = expert_start[experts];
     const int thread = threadIdx.x, first_pair = blockIdx.x, pairs = gridDim.x;
