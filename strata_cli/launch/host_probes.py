@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +17,15 @@ CPUINFO = Path("/proc/cpuinfo")
 STATUS = Path("/proc/self/status")
 SYSTEMD = Path("/run/systemd/system")  # there when systemd is the first process: sd_booted(3)
 CAP_IPC_LOCK = 14
-SERVER_PACKAGES = ("msgspec", "prometheus_client", "starlette", "tomlkit", "uvicorn")
+SERVER_PACKAGES = (
+    *(() if sys.version_info >= (3, 14) else ("backports.zstd",)),
+    "llguidance",
+    "msgspec",
+    "prometheus_client",
+    "starlette",
+    "tomlkit",
+    "uvicorn",
+)
 
 
 def probe_processor(cpuinfo: Path = CPUINFO) -> Processor:
@@ -41,11 +50,18 @@ def probe_software(booted: Path = SYSTEMD) -> Software:
     cache = open_cache("host-kernels")
     return Software(
         python=platform.python_version(),
-        missing=tuple(name for name in SERVER_PACKAGES if find_spec(name) is None),
+        missing=tuple(name for name in SERVER_PACKAGES if not _is_there(name)),
         has_systemd=booted.is_dir(),
         cache_folder="" if cache.path is None else str(cache.path.parent),
         cache_problem=cache.problem,
     )
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False
 
 
 def _bytes(limit: int) -> int:

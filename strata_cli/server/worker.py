@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from strata_cli.errors import StrataError
+from strata_cli.errors import ConfigError, StrataError
 from strata_cli.server.engine_errors import kind_of, out_of_host_memory
 from strata_cli.server.protocol import (
     PROTOCOL_VERSION,
@@ -92,6 +92,12 @@ def _serve(channel: Channel) -> int:
         return _refuse(channel, error)
     except MemoryError:
         return _refuse(channel, out_of_host_memory("outside of a request"))
+    except ModuleNotFoundError as error:
+        missing = ConfigError(
+            f"strata serve needs the package {error.name}, which is not installed",
+            hint="pip install 'strata-cli[serve]'",
+        )
+        return _refuse(channel, missing)
     return 0
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import socket
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,12 @@ from strata_cli.engine.device.gpu_survey import GpuFacts, GpuSurvey
 from strata_cli.errors import DeviceError
 from strata_cli.launch import disk_probe, probing
 from strata_cli.launch.disk_probe import probe_disk, read_rate
-from strata_cli.launch.host_probes import probe_memlock, probe_processor, probe_software
+from strata_cli.launch.host_probes import (
+    SERVER_PACKAGES,
+    probe_memlock,
+    probe_processor,
+    probe_software,
+)
 from strata_cli.launch.machine import NO_LIMIT, Memlock
 from strata_cli.launch.port_probe import probe_port
 from strata_cli.launch.probing import probe_machine
@@ -74,10 +81,18 @@ def test_locked_memory_has_a_limit_or_a_privilege(
 
 
 def test_software_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strata_cli.launch.host_probes.SERVER_PACKAGES", ("json", "no_such_thing"))
+    names = ("json", "no_such_thing", "nowhere.at_all")
+    monkeypatch.setattr("strata_cli.launch.host_probes.SERVER_PACKAGES", names)
     software = probe_software(tmp_path / "systemd")
-    assert software.missing == ("no_such_thing",)
+    assert software.missing == names[1:]
     assert not software.has_systemd
+
+
+def test_all_that_the_servers_extra_has_is_looked_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))
+    extra = project["project"]["optional-dependencies"]["serve"]
+    names = {re.split("[ >=;]", line)[0].replace("-", "_") for line in extra}
+    assert {*SERVER_PACKAGES} | {"backports.zstd"} == names
 
 
 def test_a_disk_tells_how_it_reads_and_whether_it_turns(tmp_path: Path) -> None:

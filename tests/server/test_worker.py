@@ -241,6 +241,23 @@ def test_a_model_that_cannot_be_loaded_says_why(
     with_engine(engine(**settings), body)
 
 
+MISSING = """
+import sys
+sys.modules["llguidance"] = None
+from strata_cli.server.worker import main
+sys.exit(main())
+"""
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    async def body(engine: EngineProcess) -> None:
+        with pytest.raises(ConfigError, match="needs the package llguidance") as caught:
+            await engine.start()
+        assert "strata-cli[serve]" in caught.value.hint
+
+    with_engine(EngineProcess(StrataConfig(), command=[sys.executable, "-c", MISSING]), body)
+
+
 def test_closing_ends_a_worker_that_is_busy() -> None:
     async def body(engine: EngineProcess) -> None:
         task = asyncio.create_task(answer(engine, CHAT))
