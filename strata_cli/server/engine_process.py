@@ -273,7 +273,8 @@ class EngineProcess:
         self.starts += 1
         self._spawn(self._receive(link))
         self._spawn(self._watch(link))
-        logger.info("%s is ready on %s", self.facts.name, self.facts.device)
+        where = self.facts.placement or f"on {self.facts.device}"
+        logger.info("%s is ready %s", self.facts.name, where)
 
     async def _hello(self, link: WorkerLink) -> ModelFacts:
         """Wait until the model is loaded."""
