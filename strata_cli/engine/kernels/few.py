@@ -100,14 +100,29 @@ def _is_float(matrices: tuple[Matrix, ...]) -> bool:
     return BLOCK[_main(matrices).qtype].weights == 1
 
 
-def _tile_rows(matrices: tuple[Matrix, ...], rows: int) -> dict[_Kind, int]:
-    """Rows of a tile by kind: as many as weigh no more than a tile of the main kind, or little.
+def _halves(matrices: tuple[Matrix, ...], rows: int, tokens: int, segments: int) -> bool:
+    """Whether tiles are cut in half.
 
-    Half as many where that leaves most multiprocessors idle and a tile is heavy.
+    Where that leaves most multiprocessors idle and a tile is heavy; and for one token, whose slices
+    of half a tile are multiplied together, where multiprocessors then have more even shares.
     """
     main = _main(matrices)
+    tiles = blocks(main.rows, rows)
+    if tiles <= FEW_TILES and rows * main.bytes_of(main.cols) > HEAVY_TILE_BYTES:
+        return True
+    if tokens * segments > 1 or _num_slices(main) == 1 or _together(main, rows // 2, rows, 1) == 1:
+        return False
+    most, most_of_halves = (
+        blocks(blocks(main.rows, each), MULTIPROCESSORS) * each for each in (rows, rows // 2)
+    )
+    return 10 * most_of_halves <= 9 * most
+
+
+def _tile_rows(matrices: tuple[Matrix, ...], rows: int, *, halves: bool) -> dict[_Kind, int]:
+    """Rows of a tile by kind: as many as weigh no more than a tile of the main kind, or little."""
+    main = _main(matrices)
     tile_bytes = rows * main.bytes_of(main.cols)
-    if blocks(main.rows, rows) <= FEW_TILES and tile_bytes > HEAVY_TILE_BYTES:
+    if halves:
         tile_bytes //= 2
     most = max(tile_bytes, LIGHT_TILE_BYTES)
     if _is_float(matrices):
@@ -122,8 +137,8 @@ def _tile_rows(matrices: tuple[Matrix, ...], rows: int) -> dict[_Kind, int]:
     }
 
 
-def _num_tiles(matrices: tuple[Matrix, ...], rows: int) -> int:
-    tile_rows = _tile_rows(matrices, rows)
+def _num_tiles(matrices: tuple[Matrix, ...], rows: int, *, halves: bool) -> int:
+    tile_rows = _tile_rows(matrices, rows, halves=halves)
     return sum(blocks(m.rows, tile_rows[_kind(m)]) for m in matrices)
 
 
@@ -241,6 +256,7 @@ def _shapes(
     columns: int,
     tiles: int,
     *,
+    halves: bool,
     is_last: bool,
 ) -> Iterator[_Shape]:
     """From the one that keeps most warps busy to the smallest, each with the fewest slots.
@@ -249,7 +265,7 @@ def _shapes(
     not so in the very last, which takes least.
     """
     main = _main(matrices)
-    slices, tile_rows = _num_slices(main), _tile_rows(matrices, rows)
+    slices, tile_rows = _num_slices(main), _tile_rows(matrices, rows, halves=halves)
     tile_sum_bytes = _tile_sum_bytes(matrices, rows, columns)
     for parts in range(1, max(map(_num_slices, matrices)) + 1):
         cuts = tuple(
@@ -309,7 +325,8 @@ def _choose(
 ) -> tuple[_Shape, int]:
     """The shape, and blocks per segment."""
     rows = way.rows or few_rows(matrices, segments)
-    tiles = _num_tiles(matrices, rows)
+    halves = _halves(matrices, rows, tokens, segments)
+    tiles = _num_tiles(matrices, rows, halves=halves)
     # Short rows of experts, which are not known before the launches ahead are done, are over before
     # one block has them all on their way.
     is_short = experts > 0 and max(map(_num_slices, matrices)) == 1
@@ -324,7 +341,8 @@ def _choose(
                 continue
             is_last = most == limit and columns == 1
             own_tiles = blocks(tiles, num_blocks)
-            for shape in _shapes(matrices, rows, warps, columns, own_tiles, is_last=is_last):
+            fitting = {"halves": halves, "is_last": is_last}
+            for shape in _shapes(matrices, rows, warps, columns, own_tiles, **fitting):
                 if shape.shared_bytes + RESERVED_BYTES <= most and shape.slots <= way.slots:
                     stages = min(way.slots, blocks(own_tiles, shape.teams) * shape.parts)
                     grown = _with_slots(shape, most - RESERVED_BYTES, stages)
