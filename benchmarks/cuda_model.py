@@ -193,11 +193,11 @@ def decode_row(
             begin = time.perf_counter()
             sequence.step(ids[index % prompt])
             step_seconds.append(time.perf_counter() - begin)
-        ((graph, _),), stream = engine._decoder._recorded.values(), engine._stream
+        (recorded,), stream = engine._decoder._recorded.values(), engine._stream
 
         def replay() -> None:
             for _ in range(REPLAYS):
-                stream.replay(graph)
+                stream.replay(recorded.graph)
             stream.synchronize()
 
         replay_seconds = [seconds / REPLAYS for seconds in timed(replay, 2.0)]

@@ -75,14 +75,11 @@ def test_the_table_leads_branches_past_their_sequence(
         assert row[10] + 15 * pooled.rows(0, 1).nbytes == pooled.rows(9, 10).address
 
 
-def test_the_host_and_recorded_steps_take_segments_one_by_one(
-    engine: Engine, two: tuple[Sequence, Sequence]
-) -> None:
+def test_the_host_takes_segments_one_by_one(engine: Engine, two: tuple[Sequence, Sequence]) -> None:
     segments = (Segment(two[0]._state, 0, 40), Segment(two[1]._state, 40, 43))
     is_gpu = engine._stream.shared_bytes > 0
     assert wants_table(engine._stream, Batch(43, segments), 2) is is_gpu
     assert not wants_table(engine._stream, Batch(43, segments), 1)
-    assert not wants_table(engine._stream, Batch(43, segments, is_recorded=True), 2)
 
 
 def test_batches_have_no_more_suffixes_than_a_table() -> None:
@@ -109,14 +106,16 @@ def test_together_is_as_one_by_one(
 
 
 def _rows(engine: Engine) -> list[NDArray[np.float32]]:
-    """Branches of one and of two sequences, a pass that both go on by, and a read behind it."""
+    """Branches of one and of two sequences, passes and steps of both, and a read behind them."""
     with engine.sequence() as first, engine.sequence() as second:
         first.prefill(TEXT[:63])
         second.prefill(TEXT[3:20])
         rows = first.score(SUFFIXES)
         for group in engine.score_together([(first, SUFFIXES), (second, SUFFIXES[:2])]):
             rows += group
-        for row in engine.read_together([Part(first, TEXT[50:90]), Part(second, TEXT[9:10])]):
-            assert row is not None
-            rows.append(row)
+        for pieces in ((TEXT[50:90], [9]), ([3], [4]), ([5], [6]), (TEXT[5:9], TEXT[1:3])):
+            parts = [Part(one, ids) for one, ids in zip((first, second), pieces, strict=True)]
+            for row in engine.read_together(parts):
+                assert row is not None
+                rows.append(row)
         return [*rows, first.prefill(TEXT[20:29]), second.step(7)]

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.decode.residency import Residency
-from strata_cli.engine.device.base import Graph
+from strata_cli.engine.device.base import Buffer, Graph, Tensor
 from strata_cli.engine.forward.feeding import ExpertFeed
 from strata_cli.engine.forward.layers import Batch, Forward, Segment
 from strata_cli.engine.forward.rows import RowPort, advancing, positions_of
+from strata_cli.engine.forward.segments import segment_rows, wants_table
 from strata_cli.engine.forward.state import SequenceState
 
 MOST_GRAPHS = 32
@@ -22,10 +24,23 @@ MOST_GRAPHS = 32
 
 
 class Recorded(NamedTuple):
-    """A pass over one row of each sequence. It holds on to their states: it has their addresses."""
+    """A pass over one row of each sequence. It holds on to their states: it has their addresses.
+
+    Attributes:
+        graph: the pass.
+        states: of the sequences.
+        table: of several of them, which every replay copies to the device; None: there is none.
+    """
 
     graph: Graph
     states: tuple[SequenceState, ...]
+    table: Buffer | None
+
+    def close(self) -> None:
+        """Ends it; its last replay must be done."""
+        self.graph.close()
+        if self.table is not None:
+            self.table.close()
 
 
 class Decoder:
@@ -99,12 +114,12 @@ class Decoder:
             if any(other is state for other in recorded.states)
         ]
         for key in gone:
-            self._recorded.pop(key).graph.close()
+            self._recorded.pop(key).close()
 
     def close(self) -> None:
         """Drop everything that was recorded. Safe to call twice."""
         while self._recorded:
-            self._recorded.popitem()[1].graph.close()
+            self._recorded.popitem()[1].close()
 
     def _graph(self, batch: Batch, *, is_exact: bool) -> Graph:
         states = tuple(segment.state for segment in batch.segments)
@@ -115,15 +130,28 @@ class Decoder:
             return self._recorded[key].graph
         while len(self._recorded) >= MOST_GRAPHS:
             # No longer in use: a step waits for its logits.
-            self._recorded.popitem(last=False)[1].graph.close()
-        graph = self._record(batch, feed)
-        self._recorded[key] = Recorded(graph, states)
-        return graph
+            self._recorded.popitem(last=False)[1].close()
+        recorded = self._recorded[key] = self._record(batch, feed)
+        return recorded.graph
 
-    def _record(self, batch: Batch, feed: ExpertFeed | None) -> Graph:
+    def _record(self, batch: Batch, feed: ExpertFeed | None) -> Recorded:
+        states = tuple(segment.state for segment in batch.segments)
+        table = self._staged_table(batch)
+        try:
+            return Recorded(self._capture(batch, feed, table), states, table)
+        except BaseException:
+            if table is not None:
+                table.close()
+            raise
+
+    def _capture(self, batch: Batch, feed: ExpertFeed | None, table: Buffer | None) -> Graph:
         num = batch.num_tokens
         with self._forward.stream.capture() as graph:
             self._port.enqueue_inputs(num)
+            if table is not None:
+                own = self._forward.workspace.segments(num)
+                self._forward.stream.copy(own, Tensor.over(table, own.shape, own.dtype))
+                batch = replace(batch, table=own)
             if feed is not None and self._residency is not None:
                 self._residency.enqueue_orders(num)
             self._forward.run(batch, feed=feed)
@@ -131,3 +159,13 @@ class Decoder:
                 self._residency.enqueue_routing(num)
             self._port.enqueue_logits(self._forward.head(0, num))
         return graph
+
+    def _staged_table(self, batch: Batch) -> Buffer | None:
+        """Page-locked memory with the table of the pass; None where it needs none."""
+        forward = self._forward
+        if not wants_table(forward.stream, batch, forward.workspace.most_segments):
+            return None
+        rows = segment_rows(forward.spec, forward.workspace, batch.segments)
+        buffer = batch.segments[0].state.device.allocate_pinned(rows.nbytes)
+        Tensor.over(buffer, rows.shape, rows.dtype).numpy()[:] = rows
+        return buffer

@@ -156,7 +156,8 @@ class Batch:
         index %= self.table.shape[0]
         own = self.table.rows(index, index + 1)
         counts = tuple(segment.stop - segment.start for segment in self.segments)
-        return Segments(own.reshape(*own.shape[1:]), counts)
+        are_steps = counts == (1,) * len(counts) and not any(s.room for s in self.segments)
+        return Segments(own.reshape(*own.shape[1:]), counts, are_steps)
 
 
 class LayerInput(NamedTuple):
@@ -395,7 +396,9 @@ class Forward:
                 queries, norm = take("index_q", num), weights.indexer.q_norm
                 rope.head_norm_rope(stream, raw, norm, table, positions, eps, queries)
         attended, out = take("attended", num), take("out", num)
-        is_done = not is_together and self._attend_together(index, weights.indexer, batch)
+        # A step that is recorded is replayed at later positions; these are in what that launches.
+        is_one_by_one = is_together or batch.is_recorded
+        is_done = not is_one_by_one and self._attend_together(index, weights.indexer, batch)
         for segment in () if is_done else batch.segments:
             state = segment.state.layers[index]
             assert isinstance(state, AttentionState)

@@ -134,6 +134,8 @@ class Outline:
         if sizes.chunk_tokens > 1:
             batch = self._two_segments(state)
             forward.run(replace(batch, table=workspace.segments(2)))
+            steps = Batch(2, (Segment(state, 0, 1), Segment(state, 1, 2)), is_recorded=True)
+            forward.run(replace(steps, table=workspace.segments(2)))
         # A few tokens behind many share the work of attention in another way.
         num_tokens = min(SUFFIX_TOKENS, sizes.chunk_tokens)
         state.ids.extend([0] * (sizes.context_tokens - num_tokens))

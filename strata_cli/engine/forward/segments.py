@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Stream
 from strata_cli.engine.forward.layers import Batch, Segment
 from strata_cli.engine.forward.workspace import Workspace
-from strata_cli.engine.kernels.choice import FEW_TOKENS
 from strata_cli.engine.kernels.segments import SEGMENT_WORDS
 from strata_cli.engine.model.spec import ModelSpec
 
@@ -23,9 +22,8 @@ _POOLED = 10
 
 
 def wants_table(stream: Stream, batch: Batch, most_segments: int) -> bool:
-    """Whether a pass takes its segments together: a GPU, several of them, and not few rows."""
-    is_many = batch.num_tokens > FEW_TOKENS and not batch.is_recorded
-    return stream.shared_bytes > 0 and is_many and 1 < len(batch.segments) <= most_segments
+    """Whether a pass takes its segments together: on a GPU, where there are several of them."""
+    return stream.shared_bytes > 0 and 1 < len(batch.segments) <= most_segments
 
 
 def segment_rows(

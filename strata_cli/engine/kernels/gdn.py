@@ -125,7 +125,7 @@ def delta_rule(
     expect("delta_rule dt", dt, (num_values,))
     expect("delta_rule out", out, (num_tokens, num_values * dim))
     arguments = (c, alpha, beta, a, dt, state, out, eps)
-    if stream.shared_bytes and num_tokens == 1 and _can_step(dim, c, state, out):
+    if stream.shared_bytes and num_tokens == 1 and can_step(dim, c, state, out):
         step = Launch(
             items=1,
             grid=(dim // STEP_COLUMNS, num_values, 1),
@@ -228,7 +228,7 @@ def gated_norm(
     stream.launch(GATED_NORM, launch, o, z, weight, eps, out, halves)
 
 
-def _can_step(dim: int, *rows: Tensor) -> bool:
+def can_step(dim: int, *rows: Tensor) -> bool:
     """Whether a GPU has a function for one token of heads dim wide, with rows where these are."""
     return dim in (32, 64, 128, 256) and all(tensor.address % 16 == 0 for tensor in rows)
 

@@ -28,10 +28,12 @@ class Segments(NamedTuple):
     Attributes:
         table: int64 [S, SEGMENT_WORDS].
         counts: rows of each segment; together all rows of the pass, in order.
+        are_steps: each segment is one token of a sequence that goes on by it.
     """
 
     table: Tensor
     counts: tuple[int, ...]
+    are_steps: bool = False
 
     @property
     def longest(self) -> int:
@@ -95,6 +97,8 @@ def delta_rule_segments(
 ) -> None:
     """Enqueue ``delta_rule`` of every segment, with its running state's second part.
 
+    Running states of steps begin at multiples of 16 bytes.
+
     Args:
         stream: enqueues here.
         c: float32 [T, 2 kd + vd]; used up.
@@ -120,6 +124,18 @@ def delta_rule_segments(
     expect("delta_rule_segments a", a, (num_values,))
     expect("delta_rule_segments dt", dt, (num_values,))
     segments.check("delta_rule_segments", num_tokens)
+    rows = (c, alpha, beta, a, dt, segments.table, out)
+    if segments.are_steps and gdn.can_step(dim, c, out):
+        launch = Launch(
+            items=1,
+            grid=(dim // gdn.STEP_COLUMNS, num_values, num_tokens),
+            block=(gdn.STEP_THREADS, 1, 1),
+            extents=(num_key_heads, num_values),
+            early=True,
+        )
+        kernel = gpu_kernel(Unit(gdn.SOURCE, f"delta_step_segments<{dim // gdn.SLICES}>", ()))
+        stream.launch(kernel, launch, *rows, eps)
+        return
     gdn.prepare_delta_rule(stream, c, alpha, beta, a, dt, num_key_heads, dim, eps)
     shape = gdn.DeltaRuleShape.of(gdn.STEPS, dim)
     launch = Launch(
