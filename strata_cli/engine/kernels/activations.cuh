@@ -132,7 +132,7 @@ __device__ inline void load_gated(uint4 *planes, const float *x, int cols, const
     const int pairs = (cols + 31) / 32 * 16, count = columns.count, threads = 32 * warps;
     const auto load = [&](int i, float (&v)[2], float (&times)[2]) {
         if (i >= pairs * count) return;
-        const int column = i / pairs, k = 2 * (i - column * pairs);
+        const int column = count == 1 ? 0 : i / pairs, k = 2 * (i - column * pairs);
         const long long row = columns.source ? columns.source[column] : columns.first + column;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -145,7 +145,7 @@ __device__ inline void load_gated(uint4 *planes, const float *x, int cols, const
     load(threadIdx.x, next, next_times);
 #pragma unroll 1
     for (int i = threadIdx.x; i < pairs * count; i += threads) {
-        const int column = i / pairs, k = 2 * (i - column * pairs);
+        const int column = count == 1 ? 0 : i / pairs, k = 2 * (i - column * pairs);
         float v[2] = {next[0], next[1]};
         const float times[2] = {next_times[0], next_times[1]};
         load(i + threads, next, next_times);
@@ -164,6 +164,10 @@ __device__ inline void load_octets(uint4 *planes, const float *x, int cols, cons
     const int octets = (cols + 31) / 32 * 4;
     int column = threadIdx.x / 32, first = lane;
     const auto next = [&] {
+        if (count == 1) {  // no loop: its turns would cost as much as the loads
+            first += 32 * column;
+            column = 0;
+        }
         for (; column >= count; column -= count) first += 32;
     };
 #pragma unroll 1
