@@ -61,6 +61,17 @@ def run_until(asked: list[str], out: Path, num_bytes: int) -> int:
     return out.stat().st_size
 
 
+def run_with_kills(
+    asked: list[str], out: Path, num_bytes: int, arguments: argparse.Namespace
+) -> None:
+    rng = random.Random(arguments.seed)
+    for place in sorted(rng.randrange(1, num_bytes) for _ in range(arguments.kills)):
+        had = run_until(asked, out, place)
+        whole = out.read_bytes().count(b"\n")
+        print(f"killed at {had:,} bytes, {whole:,} whole rows", flush=True)
+    run("the rest", asked)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=10_000)
@@ -74,12 +85,8 @@ def main() -> int:
         write_rows(rows, arguments.rows)
         run("undisturbed", command(rows, outs[0]))
         expected = outs[0].read_bytes()
-        rng = random.Random(arguments.seed)
-        for place in sorted(rng.randrange(1, len(expected)) for _ in range(arguments.kills)):
-            had = run_until(command(rows, outs[1]), outs[1], place)
-            whole = outs[1].read_bytes().count(b"\n")
-            print(f"killed at {had:,} bytes, {whole:,} whole rows", flush=True)
-        run("the rest", command(rows, outs[1]))
+        if arguments.kills:
+            run_with_kills(command(rows, outs[1]), outs[1], len(expected), arguments)
         if not arguments.no_ray:
             run("Ray", command(rows, outs[2], "--ray", "--workers", "2", "--threads", "1"))
         found = [out.read_bytes() for out in outs if out.exists()]

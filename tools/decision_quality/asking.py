@@ -148,7 +148,7 @@ TASKS = {
     "section10": Task("Debian section of a package, 10 sections", section10),
     "section4": Task("the same, 4 sections", section4),
     "category4": Task("category of a noun (WordNet), 4 categories", category4),
-    "section_yes_no": Task("does a package belong to a section, 8 questions", section_yes_no),
+    "section_yes_no": Task("does a package belong to a section, 7 questions", section_yes_no),
     "debtag_yes_no": Task("does a package have a debtag, 10 questions", debtag_yes_no),
     "kind_yes_no": Task("is one thing a kind of another, one question each", kind_yes_no, False),
     "unseen_use4": Task(
