@@ -161,9 +161,9 @@ class EngineProcess:
                 hint="leave it out; /v1/unload gives all memory back until the next request",
             )
         before = self._config
-        await self.unload()
-        self._config = replace(before, vram_reserve_mib=mib)
+        self._config = replace(before, vram_reserve_mib=mib)  # also for who comes in between
         try:
+            await self.unload()
             await self.load()
         except BaseException:
             self._config = before

@@ -177,7 +177,11 @@ def test_memory_is_left_to_others_by_loading_anew() -> None:
         await engine.start()
         assert engine.facts is not None
         assert engine.facts.placement == "700 MiB are left"
-        await engine.reserve(9000)
+        reserving = asyncio.create_task(engine.reserve(9000))
+        while engine.state == "ready":
+            await asyncio.sleep(0)
+        await ask(engine, REQUEST)  # comes while the engine is away
+        await reserving
         assert (engine.facts.placement, engine.starts) == ("9000 MiB are left", 2)
         with pytest.raises(OutOfMemory, match="too little"):
             await engine.reserve(9001)
