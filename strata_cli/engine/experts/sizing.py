@@ -16,6 +16,8 @@ PINNED_RING_SLOTS, STAGED_RING_SLOTS = 384, 96
 PINNED_SHARE = 0.9  # with less, most copies wait for the stager, and a long ring is of no use
 RING_BYTES = PINNED_RING_SLOTS * 1_382_400  # so many Q2_0 blobs of a full model
 STAGED_RING_DIVISOR = PINNED_RING_SLOTS // STAGED_RING_SLOTS
+MIDDLE_CHUNK_TOKENS = 768  # from here on a layer is not routed before the link has filled a ring
+MIDDLE_RING_FACTOR = 2  # of 530 MB; behind 18,763 tokens that takes 8 ms
 LONG_CHUNK_TOKENS = 3072  # from here on a layer computes about as long as its experts' copies take
 LONG_RING_FACTOR = 4  # the link then needs room for most of the next layer's
 
@@ -44,8 +46,8 @@ class RingRules:
     Attributes:
         stream_min: tokens from which on a chunk's experts are streamed ahead of their routing.
         slots: of the ring; 0: automatic; up to SMALL_RING_SLOTS: a small ring for every chunk.
-        budget_bytes: of an automatic ring, a quarter of it where much is staged, four times as
-            much for long chunks where little is; 0: by count.
+        budget_bytes: of an automatic ring, a quarter of it where much is staged, two and four
+            times as much for longer chunks where little is; 0: by count.
     """
 
     stream_min: int = STREAM_MIN_TOKENS
@@ -92,8 +94,13 @@ def _automatic_slots(rules: RingRules, needs: RingNeeds) -> int:
         return PINNED_RING_SLOTS if is_pinned else STAGED_RING_SLOTS
     if not is_pinned:
         return rules.budget_bytes // STAGED_RING_DIVISOR // needs.slot_bytes
-    is_long = needs.chunk_tokens >= LONG_CHUNK_TOKENS
-    return rules.budget_bytes * (LONG_RING_FACTOR if is_long else 1) // needs.slot_bytes
+    return rules.budget_bytes * _factor(needs.chunk_tokens) // needs.slot_bytes
+
+
+def _factor(chunk_tokens: int) -> int:
+    if chunk_tokens >= LONG_CHUNK_TOKENS:
+        return LONG_RING_FACTOR
+    return MIDDLE_RING_FACTOR if chunk_tokens >= MIDDLE_CHUNK_TOKENS else 1
 
 
 def _granules(nbytes: int) -> int:
