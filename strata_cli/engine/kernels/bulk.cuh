@@ -10,14 +10,17 @@
 #endif
 #endif
 
-// Waits for `threads` threads, whole warps of one block that use the same number, 1 to 15.
+// Waits for `threads` threads, whole warps of one block that use the same number, 1 to 15, and call
+// it at the same place.
 __device__ inline void team_barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Waits for all threads of the block. Unlike __syncthreads, warps with different tasks may call it
-// at different places.
-__device__ inline void block_barrier() { team_barrier(0, blockDim.x); }
+// Waits for all threads of the block. Warps with different tasks may call it at different places:
+// unlike __syncthreads and bar.sync, which are aligned and must be one instruction for all.
+__device__ inline void block_barrier() {
+    asm volatile("barrier.sync 0, %0;" ::"r"(blockDim.x) : "memory");
+}
 
 #if BULK
 __device__ inline unsigned shared_address(const void *shared) {
@@ -71,9 +74,10 @@ __device__ inline void store_bulk(void *global, const void *shared, int nbytes) 
 // Behind a thread's stores that belong together.
 __device__ inline void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until the thread's stores have read shared memory, or are where they go.
-__device__ inline void await_reads_of_stores() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+// Until all of a thread's stores but those that belong to the last end_stores() have read shared
+// memory; or until all are where they go.
+__device__ inline void await_reads_but_last() {
+    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
 }
 
 __device__ inline void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

@@ -180,6 +180,7 @@ __device__ inline void rate_experts(int *keys, long long *sources, const float *
                                     const float *errors, const long long *addresses,
                                     long long first_cached, long long end_cached, long long tokens,
                                     long long experts) {
+#pragma unroll 4
     for (long long e = threadIdx.x; e < experts; e += blockDim.x) {
         const long long address = addresses[e];
         float largest = lowest();
@@ -259,6 +260,7 @@ extern "C" __global__ void bring_ahead(const float *logits, const float *errors,
 
 #if BULK
 constexpr int STAGES = 4, STAGE_SPANS = 2, STAGE_BYTES = STAGE_SPANS * SPAN;
+constexpr int CLAIM_SPANS = 4 * STAGE_SPANS;
 
 // A part of a blob, of whole spans as far as the blob has them.
 struct Piece {
@@ -310,6 +312,31 @@ struct Ring {
     }
 };
 
+// Spans that a thread claims, many at a time, the next ones while it still has some.
+struct Claims {
+    Ahead *ahead;
+    unsigned now, next, at;
+
+    __device__ explicit Claims(Ahead *ahead) : ahead(ahead), at(0) {
+        now = claim();
+        next = claim();
+    }
+
+    __device__ unsigned claim() {
+        return atomicAdd(&ahead->claimed, static_cast<unsigned>(CLAIM_SPANS));
+    }
+
+    __device__ unsigned take() {  // of as many as a stage holds
+        if (at == CLAIM_SPANS) {
+            now = next;
+            next = claim();
+            at = 0;
+        }
+        at += STAGE_SPANS;
+        return now + at - STAGE_SPANS;
+    }
+};
+
 // A layer's blobs, by one thread of each block, as long as nobody ends it.
 __device__ inline void bring(Ring &ring, Ahead *ahead, const Blobs &blobs, unsigned char *slots,
                              long long bytes, long long stride, unsigned total, int spans) {
@@ -327,17 +354,17 @@ __device__ inline void bring(Ring &ring, Ahead *ahead, const Blobs &blobs, unsig
         ring.load(stage);
         return static_cast<unsigned>(count);
     };
-    const unsigned first = atomicAdd(&ahead->claimed, static_cast<unsigned>(STAGES * STAGE_SPANS));
-    unsigned next = atomicAdd(&ahead->claimed, static_cast<unsigned>(STAGE_SPANS)), claimed = 0;
+    Claims claims(ahead);
+    unsigned work = claims.take(), claimed = 0;
     int loaded = 0, stored = 0;
-    for (; loaded < STAGES && first + loaded * STAGE_SPANS < total; loaded++)
-        claimed += fill(loaded, first + loaded * STAGE_SPANS);
+    for (; loaded < STAGES && work < total; loaded++, work = claims.take())
+        claimed += fill(loaded, work);
     for (; stored < loaded; stored++) {
         ring.store(stored % STAGES);
-        if (next >= total) continue;
-        await_reads_of_stores();
-        claimed += fill(loaded++ % STAGES, next);
-        next = atomicAdd(&ahead->claimed, static_cast<unsigned>(STAGE_SPANS));
+        if (stored == 0 || work >= total) continue;
+        await_reads_but_last();  // so that the stage before is free
+        claimed += fill(loaded++ % STAGES, work);
+        work = claims.take();
     }
     await_stores();
     __threadfence();
