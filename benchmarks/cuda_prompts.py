@@ -51,7 +51,7 @@ from strata_cli.engine.kernels.products import (
     grouped_many_plan,
     many_plan,
 )
-from strata_cli.engine.kernels.prompt_plan import Gpu, prompt_plan, split_plan
+from strata_cli.engine.kernels.prompt_plan import Gpu, split_plan
 from strata_cli.engine.kernels.warpgroup_plan import grouped_warpgroup_plan, warpgroup_plan
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
@@ -70,7 +70,7 @@ def grouped_many(matrix: Matrix, pairs: int, experts: int, gpu: Gpu) -> Plan:
 
 
 Ways = dict[str, Callable[..., Plan]]
-DENSE_WAYS: Ways = {"many": many, "prompt": prompt_plan, "warpgroup": warpgroup_plan}
+DENSE_WAYS: Ways = {"many": many, "warpgroup": warpgroup_plan}
 GROUPED_WAYS: Ways = {"many": grouped_many, "warpgroup": grouped_warpgroup_plan}
 SHORT = tuple((tokens, 2560, 12288) for tokens in (64, 128, 512))
 

@@ -49,16 +49,19 @@ from strata_cli.engine.kernels.products import (
 )
 from strata_cli.engine.kernels.prompt_plan import (
     Gpu,
-    has_prompt_plan,
     has_split_plan,
     has_thin_plan,
-    prompt_plan,
     split_plan,
     thin_plan,
 )
 from strata_cli.engine.kernels.rows import compile_small
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.simd import multiply_rows
+from strata_cli.engine.kernels.warpgroup_plan import (
+    grouped_warpgroup_plan,
+    has_warpgroup_plan,
+    warpgroup_plan,
+)
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import QuantType, dequantize, row_bytes
 
@@ -68,10 +71,6 @@ Longs = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 Halves = NDArray[np.float16]
 
-# Where the function that decodes a tile once is the faster one of two (measured on the reference
-# GPU): for up to so many, long rows, where tiles of 128 would be too few.
-PROMPT_ROWS = 320
-PROMPT_COLS = 5120
 ROUND_THREADS = 256
 ROW_TILE = 16  # weight rows of one host item
 TOKEN_BLOCK = 256  # tokens of one host item where row tiles alone are too few to share
@@ -246,7 +245,7 @@ def matmul(
     numbers = (int(weight.qtype), tokens, weight.rows, weight.cols)
     num_blocks = len(_token_blocks(tokens, weight.rows)) - 1
     items, grain = _row_tiles(weight.rows) * num_blocks, _grain(weight.cols, tokens // num_blocks)
-    is_few = few_is_faster(matrix, tokens)
+    is_few = few_is_faster(matrix, tokens, can_slice=scratch is not None)
     if not is_few and rounded is not None and _has_many(matrix, rounded):
         expect("matmul rounded", rounded, (tokens, weight.cols), np.float16)
         if _launch_slices(stream, matrix, rounded, weight, out, scratch):
@@ -296,17 +295,27 @@ def _split_plan(
         return thin_plan(matrix, tokens)
     if is_few:
         return None
-    gpu = Gpu(shared_limit(stream), stream.num_multiprocessors)
-    return split_plan(matrix, tokens) if has_split_plan(matrix, x_address, gpu) else None
+    return split_plan(matrix, tokens) if has_split_plan(matrix, x_address, _gpu(stream)) else None
+
+
+def _gpu(stream: Stream) -> Gpu:
+    return Gpu(shared_limit(stream), stream.num_multiprocessors, stream.capability)
 
 
 def _dense_plan(stream: Stream, matrix: Matrix, tokens: int) -> Plan:
     """The faster of two functions for many rows; they give the same bits."""
-    gpu = Gpu(shared_limit(stream), stream.num_multiprocessors)
-    is_narrow = matrix.rows <= PROMPT_ROWS and matrix.cols >= PROMPT_COLS
-    if is_narrow and has_prompt_plan(matrix, gpu):
-        return prompt_plan(matrix, tokens, gpu)
+    gpu = _gpu(stream)
+    if has_warpgroup_plan(matrix, gpu):
+        return warpgroup_plan(matrix, tokens, gpu)
     return many_plan(matrix, tokens, gpu.shared_bytes)
+
+
+def _grouped_plan(stream: Stream, matrix: Matrix, pairs: int, experts: int) -> Plan:
+    """The faster of two functions for many pairs; they give the same bits."""
+    gpu = _gpu(stream)
+    if has_warpgroup_plan(matrix, gpu, experts):
+        return grouped_warpgroup_plan(matrix, pairs, experts, gpu)
+    return grouped_many_plan(matrix, pairs, experts, gpu.shared_bytes)
 
 
 def _has_many(matrix: Matrix, rounded: Tensor) -> bool:
@@ -461,7 +470,7 @@ def grouped_matmul(
     is_many = pairs > FEW_PAIRS_PER_EXPERT * experts
     if is_many and rounded is not None and _has_many(matrix, rounded):
         expect("grouped_matmul rounded", rounded, x.shape, np.float16)
-        plan = grouped_many_plan(matrix, pairs, experts, limit)
+        plan = _grouped_plan(stream, matrix, pairs, experts)
         kernel = _kernel(_bind_grouped_many, _grouped_reference, plan.unit)
         launch = plan.launch(items, grain)
         stream.launch(kernel, launch, x, rounded, blobs, row_of, expert_start, out, *numbers)

@@ -119,6 +119,7 @@ struct Warpgroups {
 #pragma unroll 1
         for (int i = 0; i < ROWS / (8 * RAW_WARPS); i++) {
             const int row = (threadIdx.x - 32 * FIRST_RAW) / 4 + 8 * RAW_WARPS * i;
+            if (tile.first_row + row >= product.rows) break;  // whatever is there is not stored
             const unsigned char *from = row_at(tile, row) + stage * RAW_BYTES;
             const int phase = phase_of(lower_bits(from));
             from += first - phase;

@@ -9,19 +9,23 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from strata_cli.engine.kernels.products import Matrix, Plan, slice_cols, unit_of
-from strata_cli.engine.kernels.prompt_plan import Gpu, book_bytes, is_long
+from strata_cli.engine.kernels.products import Matrix, Plan, code_book, slice_cols, unit_of
+from strata_cli.engine.kernels.prompt_plan import Gpu
 from strata_cli.engine.kernels.shapes import blocks
+from strata_cli.engine.model.quants import BLOCK, QuantType
 from strata_cli.errors import DeviceError
 
 CAPABILITY = (9, 0)  # wgmma belongs to exactly this one
 TILE_ROWS = 128
 TILE_TOKENS = 128
+LEAST_ROWS = TILE_ROWS // 2  # with fewer, more than half of what is multiplied is not there
 TOKENS = (128, 96, 64, 32)  # that a function is compiled for; the first of equally good ones
 DECODING_TOKENS = 64  # as long as it takes to multiply so many, a tile takes in any case
 THREADS = 512
 TOKEN_BYTES = 128  # of 64 k
 SLOT_PADDING = 16
+WIDE_BOOKS = (QuantType.IQ3_XXS, QuantType.IQ3_S)  # as f16, several times over
+WIDE_BOOK_BYTES = 32 << 10
 GATE_BYTES = 8
 SCRATCH_BYTES = 4 * THREADS // 32
 
@@ -38,20 +42,29 @@ LONG_STAGES = tuple(Slots(*n) for n in ((2, 4), (2, 3), (2, 2)))
 SHORT_STAGES = tuple(Slots(*n) for n in ((4, 4), (4, 3), (3, 3), (2, 2)))
 
 
+def _is_long(matrix: Matrix) -> bool:
+    """Whether a stage is 256 k."""
+    return max(4 * matrix.lane, BLOCK[matrix.qtype].weights) == 256
+
+
+def _book_bytes(qtype: QuantType) -> int:
+    return WIDE_BOOK_BYTES if qtype in WIDE_BOOKS else 4 * len(code_book(qtype))
+
+
 def warpgroup_shared_bytes(matrix: Matrix, slots: Slots, experts: int = 0) -> int:
     """Activations, raw rows, gates, code book and which tiles are which expert's."""
-    stage = 256 if is_long(matrix) else 128
+    stage = 256 if _is_long(matrix) else 128
     x = slots.x * stage // 64 * TILE_TOKENS * TOKEN_BYTES
     raw_bytes = matrix.bytes_of(stage)
     chunks = blocks(raw_bytes + 16 - math.gcd(matrix.align, raw_bytes), 16) | 1
     raw = slots.raw * (TILE_ROWS * 16 * chunks + SLOT_PADDING)
     gates = 2 * GATE_BYTES * sum(slots)
     known = SCRATCH_BYTES + 6 * (experts + 1) if experts else 0
-    return x + raw + gates + book_bytes(matrix.qtype) + known
+    return x + raw + gates + _book_bytes(matrix.qtype) + known
 
 
 def _slots(matrix: Matrix, gpu: Gpu, experts: int) -> Slots | None:
-    for slots in LONG_STAGES if is_long(matrix) else SHORT_STAGES:
+    for slots in LONG_STAGES if _is_long(matrix) else SHORT_STAGES:
         if warpgroup_shared_bytes(matrix, slots, experts) <= gpu.shared_bytes:
             return slots
     return None
@@ -59,8 +72,12 @@ def _slots(matrix: Matrix, gpu: Gpu, experts: int) -> Slots | None:
 
 @lru_cache(maxsize=4096)
 def has_warpgroup_plan(matrix: Matrix, gpu: Gpu, experts: int = 0) -> bool:
-    """Whether the GPU has such products, and room for them."""
-    return gpu.capability == CAPABILITY and _slots(matrix, gpu, experts) is not None
+    """Whether the GPU has such products, room for them, and more rows to do than it lacks."""
+    return (
+        gpu.capability == CAPABILITY
+        and matrix.rows > LEAST_ROWS
+        and _slots(matrix, gpu, experts) is not None
+    )
 
 
 def _tile_tokens(
