@@ -23,6 +23,7 @@ from strata_cli.parsers import (
     auto_or_bytes,
     auto_or_count,
     auto_or_depth,
+    auto_or_few_slots,
     auto_or_gib,
     auto_or_path,
     auto_or_ring,
@@ -158,6 +159,12 @@ class StrataConfig:
         0.7,
         "What the use that was counted before a round still counts after it.",
         parse=number(0, 1),
+    )
+    lookahead: int | None = setting(
+        None,
+        "Experts that a step may bring to the GPU for its next layer, before that is routed, while "
+        "the link has nothing else to do; auto is some, 0 none.",
+        parse=auto_or_few_slots,
     )
     route_tail_skip: int = setting(
         0,

@@ -40,6 +40,7 @@ ENGINE_SETTINGS = (
     "adapt_every",
     "adapt_swaps",
     "adapt_decay",
+    "lookahead",
     "pcie_frac",
     "pool_workers",
 )

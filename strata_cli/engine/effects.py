@@ -18,6 +18,7 @@ OF_MISSES = (
     "adapt_every",
     "adapt_swaps",
     "adapt_decay",
+    "lookahead",
     "route_tail_skip",
     "pcie_frac",
     "pool_workers",
@@ -91,7 +92,7 @@ def _idle(config: StrataConfig, places: Places) -> list[tuple[tuple[str, ...], s
         (places.is_all_pinned, OF_FILE, "all experts are in page-locked memory"),
         (
             not places.is_all_pinned,
-            ("route_tail_skip", "pcie_frac", "pool_workers"),
+            ("lookahead", "route_tail_skip", "pcie_frac", "pool_workers"),
             "it needs all experts in page-locked memory",
         ),
         (

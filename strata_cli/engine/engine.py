@@ -85,8 +85,8 @@ class EngineOptions:
         fetch_slots: of device memory for experts that a step misses: copied there whole, before
             its products read them; 0: those read over the link; None: some, on a GPU.
         ahead_slots: for experts that the next layer of a step will probably miss, which come while
-            the link has nothing else to do, at most 16; 0 or None: nothing comes ahead of its
-            routing.
+            the link has nothing else to do, at most 16; 0: nothing comes ahead of its routing;
+            None: some, where a step fetches any.
         pinned_bytes: most bytes of experts that are copied into page-locked host memory where not
             all are on the device; the others are read from the file whenever they are needed, and
             stay in the system's page cache as far as it has room. None: all are copied.

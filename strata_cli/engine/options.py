@@ -43,6 +43,7 @@ def engine_options(
         expert_profile=config.expert_profile,
         profile_save=config.expert_profile_save,
         profile_save_every_s=60 * config.expert_profile_save_every,
+        ahead_slots=config.lookahead,
         tail_skip=config.route_tail_skip,
         link_share=config.pcie_frac,
         pool_threads=config.pool_workers,

@@ -114,6 +114,11 @@ def test_the_adaptive_tier_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -
     assert options.adapt == AdaptRules(every=7, swaps=9, decay=0.5)
 
 
+def test_how_far_steps_look_ahead_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_of(monkeypatch).ahead_slots is None
+    assert options_of(monkeypatch, lookahead="3").ahead_slots == 3
+
+
 def test_the_tail_skip_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options_of(monkeypatch, route_tail_skip="7").tail_skip == 7
 

@@ -58,7 +58,7 @@ class Way:
         pinned: experts of each layer in page-locked memory; None: all.
         cpu: share of the host's processor, as in StreamRules. On a GPU it does change bits.
         fetch: slots that steps fetch experts into; None: some on a GPU, none on the host.
-        ahead: slots for what the next layer will probably miss; None: none.
+        ahead: slots for what the next layer will probably miss; None: likewise.
     """
 
     cache: int = 45

@@ -44,6 +44,7 @@ CHANGED: dict[str, Any] = {
     "adapt_every": 2,
     "adapt_swaps": 3,
     "adapt_decay": 0.5,
+    "lookahead": 3,
     "route_tail_skip": 2,
     "pcie_frac": 0.5,
     "pool_workers": 3,
@@ -76,7 +77,7 @@ CHANGED: dict[str, Any] = {
         (places(20), {"pcie_frac": 1.0}, {"pool_workers"} | STAGER),
         (places(20), {"route_tail_skip": 4}, {"route_tail_skip"} | STAGER),
         (places(20), {"prefill_routed_stream": False}, ROUTED | STAGER),
-        (places(20, pinned=9), {}, {"route_tail_skip", "pcie_frac", "pool_workers"}),
+        (places(20, pinned=9), {}, {"lookahead", "route_tail_skip", "pcie_frac", "pool_workers"}),
     ],
 )
 def test_what_changes_nothing_is_known(where: Places, more: dict[str, Any], idle: set[str]) -> None:

@@ -53,7 +53,7 @@ class CacheWishes:
         ring: that prompts stream experts through.
         pinned_bytes: see StoreOptions.
         fetch_slots: for experts that steps miss; None: automatic.
-        ahead_slots: for those that the next layer will probably miss; None: none.
+        ahead_slots: for those that the next layer will probably miss; None: automatic.
     """
 
     num_slots: int | None = None

@@ -35,6 +35,7 @@ from strata_cli.engine.kernels.splitting import SlotRange
 from strata_cli.errors import DeviceError
 
 FETCH_TOKENS = 4  # of a pass, whose experts all find a slot
+AHEAD_SLOTS = 8  # that a link fills while a layer and a half are computed, and some
 LIKELY = 2  # as many experts as tokens choose; nine of ten of those chosen are among them
 TURNS = 2  # a layer's slots are read while the next one's are filled
 

@@ -12,7 +12,7 @@ from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.device.sizes import gib
 from strata_cli.engine.experts.placing import ExpertHome
 from strata_cli.engine.forward.caching import CachePlan, CacheWishes, cache_shape, plan_cache
-from strata_cli.engine.forward.fetching import fetch_slots
+from strata_cli.engine.forward.fetching import AHEAD_SLOTS, fetch_slots
 from strata_cli.engine.forward.outline import Outline, Sizes
 from strata_cli.engine.forward.placing import Placement
 from strata_cli.engine.model.expected import NGRAM_TABLE
@@ -167,6 +167,8 @@ def _plan_cache(model: ModelFile, device: Device, outline: Outline, wishes: Wish
     if cache.fetch_slots is None:
         num_fetched = fetch_slots(model.spec.num_experts_per_tok) if device.has_own_memory else 0
         cache = replace(cache, fetch_slots=num_fetched)
+    if cache.ahead_slots is None:
+        cache = replace(cache, ahead_slots=AHEAD_SLOTS if device.has_own_memory else 0)
     return plan_cache(shape, cache, room_bytes, outline.sizes.chunk_tokens)
 
 
