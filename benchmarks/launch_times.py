@@ -22,6 +22,7 @@ from strata_cli.engine.model.quants import QuantType, row_bytes
 GROUP = 64  # launches that are enqueued while the stream stands still, then run back to back
 PATIENCE_S = 20.0
 SEVERAL = "matmul_several"
+SLICES = "matmul_many_slices"
 
 
 class Row(NamedTuple):
@@ -122,6 +123,9 @@ def product(kernel: Kernel, args: tuple[KernelArgument, ...]) -> Product | None:
         return Product(
             None, tuple(out.shape[1] for out in operands(kernel, args)[2::2]), numbers[1]
         )
+    if name == SLICES:
+        kind = kernel.name.partition("<")[2].partition(",")[0]
+        return Product(QuantType[kind], (numbers[1],), numbers[2])
     if name.startswith(("matmul", "few")):
         qtype, _, rows, cols = numbers[:4]
         return Product(QuantType(qtype), (rows,), cols)

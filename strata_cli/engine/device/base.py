@@ -81,7 +81,7 @@ class Tensor:
         Raises:
             ShapeError: the window does not lie inside the buffer.
         """
-        tensor = cls(buffer, offset_bytes, tuple(int(n) for n in shape), np.dtype(dtype))
+        tensor = cls(buffer, offset_bytes, tuple(map(int, shape)), np.dtype(dtype))
         if offset_bytes < 0 or offset_bytes + tensor.nbytes > buffer.nbytes:
             raise ShapeError(
                 f"window of {tensor.nbytes} bytes at {offset_bytes} does not fit a buffer "

@@ -95,7 +95,8 @@ class Arguments:
     def fill(self, args: tuple[KernelArgument, ...]) -> None:
         """Writes the arguments of the next launch into the block."""
         try:
-            self._pack_into(self._block, 0, *[_value(argument) for argument in args])
+            values = [a.address if isinstance(a, Tensor) else a for a in args]
+            self._pack_into(self._block, 0, *values)
         except struct.error as error:
             kinds = [type(argument).__name__ for argument in args]
             raise DeviceError(
@@ -107,10 +108,6 @@ def _kind(argument: KernelArgument) -> str:
     if isinstance(argument, Tensor):
         return "Q"
     return "f" if isinstance(argument, float) else "q"
-
-
-def _value(argument: KernelArgument) -> int | float:
-    return argument.address if isinstance(argument, Tensor) else argument
 
 
 def _check_parameters(function: Function, kinds: list[str]) -> None:

@@ -8,8 +8,6 @@ GPU also writes it as round_rows would; the host, whose products need no such co
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -102,8 +100,7 @@ def stream_write_norm(
     expect("stream_write_norm weight", weight, (num_streams * size,))
     expect("stream_write_norm normed", normed, (num_tokens, num_streams * size))
     halves = halves_of("stream_write_norm", rounded, normed)
-    launch = _by_rows(x.shape, rounded)
-    launch = replace(launch, extents=(*launch.extents, *parts))
+    launch = _by_rows(x.shape, rounded, *parts)
     stream.launch(STREAM_WRITE_NORM, launch, x, out, inject, weight, eps, normed, halves)
 
 
@@ -190,8 +187,8 @@ def expect_inject(name: str, inject: Tensor, num_tokens: int, num_streams: int) 
     return (parts[0], PARTS_GAIN) if parts else (1, 1)
 
 
-def _by_rows(shape: tuple[int, ...], rounded: Tensor | None) -> Launch:
-    """A launch over the rows of all streams of [T, S, D]."""
+def _by_rows(shape: tuple[int, ...], rounded: Tensor | None, *more: int) -> Launch:
+    """A launch over the rows of all streams of [T, S, D]; more: further extents."""
     num_tokens, num_streams, size = shape
     return Launch(
         items=num_tokens * num_streams,
@@ -199,7 +196,7 @@ def _by_rows(shape: tuple[int, ...], rounded: Tensor | None) -> Launch:
         grid=(num_tokens * num_streams, 1, 1),
         block=(2 * THREADS, 1, 1),
         shared_bytes=4 * size,
-        extents=(num_streams, size, rounded is not None),
+        extents=(num_streams, size, rounded is not None, *more),
         early=True,
     )
 
