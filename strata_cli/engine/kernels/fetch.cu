@@ -29,7 +29,7 @@ struct Ahead {
     unsigned done;     // of the claimed ones
     unsigned final;    // claimed when it was ended, and 1
     int count;         // of blobs
-    unsigned go;       // LIST once the layer before is routed, BRING once its blobs have come
+    unsigned go;  // LIST once the layer before is routed, BRING once most of its blobs are here
     unsigned arrived;  // blocks that have fetched what they fetch of the layer before
     int experts[MOST_AHEAD];
 };
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (has_next) {
         __syncthreads();
-        if (threadIdx.x == 0 && atomicAdd(&next->arrived, 1u) == gridDim.x - 1)
+        if (threadIdx.x == 0 && atomicAdd(&next->arrived, 1u) == gridDim.x / 2)
             tell(&next->go, BRING);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0)  // what others still copy is there when this is done
