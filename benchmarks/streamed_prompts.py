@@ -180,7 +180,6 @@ class Expecting(History):
         self.depth = history.depth
         self.expected: NDArray[np.int64] | None = None
         self.oracle: list[NDArray[np.int64]] = []
-        self._known: NDArray[np.int64] | None = None
         self.uses: list[NDArray[np.int64]] = []
 
     def expect(self, use: NDArray[np.int64] | None, known: list[NDArray[np.int64]]) -> None:
@@ -190,13 +189,13 @@ class Expecting(History):
         self.uses = []
 
     def order(self) -> NDArray[np.int64]:
-        self._known = self.oracle.pop(0) if self.oracle else None
-        return super().order() if self._known is None else oracle(self._known)
+        return oracle(self.oracle.pop(0)) if self.oracle else super().order()
 
     def num_likely(self, num_tokens: int, is_streamed: NDArray[np.bool_]) -> list[int]:
-        if self._known is None:
+        """Asked for before the order."""
+        if not self.oracle:
             return super().num_likely(num_tokens, is_streamed)
-        counts: list[int] = ((self._known > 0) & is_streamed).sum(axis=1).tolist()
+        counts: list[int] = ((self.oracle[0] > 0) & is_streamed).sum(axis=1).tolist()
         return counts
 
     def add(self, stream: ChunkStream, num_tokens: int, *, is_typical: bool) -> None:
