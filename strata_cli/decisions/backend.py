@@ -62,7 +62,7 @@ class EngineBackend:
         in_lanes = 0 if self._lanes is None else self._lanes.read_tokens
         return TokenCounts(self._prompt_tokens, self._session.read_tokens + in_lanes)
 
-    def expect(self, prompts: Sequence[str], another: str) -> None:
+    def expect(self, prompts: Sequence[str], another: str, *, at_once: bool = False) -> None:
         """Read what prompts to come have in common, in whatever order and groups they will come.
 
         Changes no value, only what has to be read.
@@ -71,6 +71,8 @@ class EngineBackend:
             prompts: one of each question about a state.
             another: the first of them about another state: what it shares with them is read first,
                 so that states to come begin behind it.
+            at_once: all prompts will come in one call. Then their beginning is only begun to be
+                read: who renders and encodes them does so meanwhile.
 
         Raises:
             InputError: a prompt does not fit the context.
@@ -82,7 +84,7 @@ class EngineBackend:
         if len(head) >= LEAST_HEAD_TOKENS:
             self._session.read_prefix(head)
         if len(ids) > 1:
-            self._session.read_prefix(common_prefix(ids))
+            self._session.read_prefix(common_prefix(ids), keeps=not at_once)
 
     def next_token_logprobs(
         self, prompts: Sequence[str], token_ids: Sequence[Sequence[int]]

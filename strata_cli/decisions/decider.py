@@ -7,9 +7,7 @@ what keeps an answer free of everything but state, question, model and build.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 import anyjev
@@ -31,9 +29,6 @@ from strata_cli.errors import InputError
 
 if TYPE_CHECKING:
     from strata_cli.engine.engine import Engine
-
-MANY_ORDERS = 8
-"""Fewer prompts are rendered sooner than a thread begins to."""
 
 
 class Decider:
@@ -139,8 +134,7 @@ class Decider:
         parting = [
             one.prompt(tokenizer, state, order) for one in asked for order in one.parting(tokenizer)
         ]
-        with self._rendering(state, asked):
-            self._backend.expect(parting, another)
+        self._backend.expect(parting, another, at_once=len(asked) == 1)
         found = self._decider.decide(state, [one.spec for one in asked])
         return [label_answer(*pair) for pair in zip(questions, found, strict=True)]
 
@@ -191,24 +185,6 @@ class Decider:
     def _orders(self, question: Question) -> Orders:
         is_raw = self.rules.level == "raw"
         return Orders.of(self._spec(question), self._labels(question), is_raw=is_raw)
-
-    @contextmanager
-    def _rendering(self, state: str, asked: Sequence[Orders]) -> Iterator[None]:
-        """Render and encode all prompts, if there are many, while the engine is at work."""
-        if sum(len(one.orders) for one in asked) < MANY_ORDERS:
-            yield
-            return
-        tokenizer = self._backend.tokenizer
-
-        def render() -> None:
-            for one in asked:
-                for order in one.orders:
-                    tokenizer.prompt_ids(one.prompt(tokenizer, state, order))
-
-        with ThreadPoolExecutor(1, "prompts") as pool:
-            done = pool.submit(render)
-            yield
-            done.result()
 
     def _labels(self, question: Question) -> list[str]:
         try:

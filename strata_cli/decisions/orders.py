@@ -1,7 +1,6 @@
 """The prompts of a question: one for each order that its options are read in, as AnyJev words them.
 
-AnyJev renders them one by one. Rendered before it asks, they are found again by their tokenizer,
-and the state that they share can be read meanwhile.
+AnyJev renders them one by one. Two of them tell what all share, which is read meanwhile.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ back, as plain characters, when the text is encoded: see chat_prompt.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 from strata_cli.engine.model.chat_prompt import Shield
@@ -20,7 +19,7 @@ from strata_cli.errors import InputError, quoted
 class PromptTokenizer:
     """The interface of a transformers tokenizer, as far as AnyJev uses it.
 
-    Prompts are kept until the next protect(): a thread may render them ahead of who asks for them.
+    Prompts are kept until the next protect(): AnyJev renders those again that tell what to read.
 
     Args:
         tokenizer: the model's.
@@ -34,7 +33,6 @@ class PromptTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._memory = tokenizer.memory()
-        self._lock = threading.Lock()
         self._rendered: dict[str, str] = {}
         self._encoded: dict[str, list[int]] = {}
         self.chat_template = None if template is None else template.source
@@ -89,10 +87,9 @@ class PromptTokenizer:
         Raises:
             InputError: the text has half a surrogate pair.
         """
-        with self._lock:
-            if text not in self._encoded:
-                self._encoded[text] = self._encode_prompt(text)
-            return self._encoded[text]
+        if text not in self._encoded:
+            self._encoded[text] = self._encode_prompt(text)
+        return self._encoded[text]
 
     def _encode_prompt(self, text: str) -> list[int]:
         if self._template is None:

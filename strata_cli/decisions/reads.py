@@ -49,7 +49,7 @@ class Backend(Protocol):
     def counts(self) -> TokenCounts:
         """Since the backend was made."""
 
-    def expect(self, prompts: Sequence[str], another: str) -> None:
+    def expect(self, prompts: Sequence[str], another: str, *, at_once: bool = False) -> None:
         """Learn what prompts to come have in common; changes no value."""
 
     def next_token_logprobs(

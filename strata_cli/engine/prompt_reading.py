@@ -32,6 +32,7 @@ class PromptReading:
         wants_logits: of its end.
         logits: [V] of its end, where all of it is known.
         parting: up to there the prompt before began alike, so others may too.
+        keeps_end: leave a checkpoint at the prompt's end too, which waits until it is read.
 
     Attributes:
         sequence: as given.
@@ -48,6 +49,7 @@ class PromptReading:
         wants_logits: bool = True,
         logits: Floats | None = None,
         parting: int = 0,
+        keeps_end: bool = True,
     ) -> None:
         self.sequence = sequence
         self.start = sequence.position
@@ -56,6 +58,7 @@ class PromptReading:
         self._cache = cache
         self._ids = ids
         self._wants_logits = wants_logits
+        self._keeps_end = keeps_end
         cache.keep_prefixes(ids)
         cuts = cache.cuts(self.start, len(ids), parting, sequence.pass_tokens)
         self._stops = [*cuts, len(ids)]
@@ -100,6 +103,7 @@ class PromptReading:
         if self.is_over and self._wants_logits:
             assert logits is not None
             self.logits = logits
-        if self._position in self._stops and self._cache.rules.prompt_cache:
+        is_kept = self._position in self._stops and (self._keeps_end or not self.is_over)
+        if is_kept and self._cache.rules.prompt_cache:
             end = self.logits.copy() if self.is_over and self.logits is not None else None
             self._cache.add(Checkpoint(self.sequence.snapshot(), end))

@@ -102,7 +102,12 @@ class Session:
         return PromptRead(reading.logits, reading.start)
 
     def begin(
-        self, ids: list[int], *, reuse: bool = True, wants_logits: bool = True
+        self,
+        ids: list[int],
+        *,
+        reuse: bool = True,
+        wants_logits: bool = True,
+        keeps_end: bool = True,
     ) -> PromptReading:
         """Rewind the live sequence to what it knows of a prompt, for somebody to read the rest.
 
@@ -113,6 +118,7 @@ class Session:
             ids: the whole prompt, at least one token; it may be empty where no logits are wanted.
             reuse: False reads all of it anew.
             wants_logits: of the prompt's end.
+            keeps_end: see PromptReading.
 
         Raises:
             InputError: see Engine.check; nothing has changed then.
@@ -134,6 +140,7 @@ class Session:
             wants_logits=wants_logits,
             logits=logits,
             parting=parting,
+            keeps_end=keeps_end,
         )
 
     def known_tokens(self, ids: list[int], *, wants_logits: bool = True) -> int:
@@ -178,13 +185,20 @@ class Session:
         return rows
 
     def read_prefix(
-        self, ids: list[int], *, reuse: bool = True, cancellation: Cancellation = NEVER
+        self,
+        ids: list[int],
+        *,
+        reuse: bool = True,
+        keeps: bool = True,
+        cancellation: Cancellation = NEVER,
     ) -> None:
         """Read what prompts to come begin with; the live sequence holds it, and nothing else.
 
         Args:
             ids: may be empty.
             reuse: False reads it anew.
+            keeps: leave a checkpoint, to come back to it. False does not wait for the device, and
+                only what goes on from here at once knows the prefix.
             cancellation: see Sequence.prefill.
 
         Raises:
@@ -192,7 +206,7 @@ class Session:
             Cancelled: what was read so far may be reused.
         """
         with self._manner():
-            reading = self.begin(ids, reuse=reuse, wants_logits=False)
+            reading = self.begin(ids, reuse=reuse, wants_logits=False, keeps_end=keeps)
             self._read_all(reading, None, cancellation)
 
     def kept_tokens(self, ids: list[int], *, wants_logits: bool = True) -> int:

@@ -95,7 +95,13 @@ class DecisionBackend:
         finally:
             self._ask = None
 
-    def expect(self, prompts: Sequence[str], another: str) -> None:  # noqa: ARG002
+    def expect(
+        self,
+        prompts: Sequence[str],
+        another: str,  # noqa: ARG002 what other states share is not known here
+        *,
+        at_once: bool = False,  # noqa: ARG002 nothing is begun here
+    ) -> None:
         """See EngineBackend. Nothing is read yet."""
         ids = self._encode(prompts)
         self._expected = common_prefix(ids) if len(ids) > 1 else []

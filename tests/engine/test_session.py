@@ -49,7 +49,8 @@ def prompts(draw: st.DrawFn) -> list[int]:
 @given(
     rules=st.sampled_from([SMALL, PARKING, CacheRules(prompt_cache=0)]),
     calls=st.lists(
-        st.tuples(prompts(), st.sampled_from(["read", "anew", "score", "go on"])), max_size=8
+        st.tuples(prompts(), st.sampled_from(["read", "anew", "score", "go on", "begin"])),
+        max_size=8,
     ),
 )
 def test_whatever_was_read_before_no_bit_differs(
@@ -63,6 +64,9 @@ def test_whatever_was_read_before_no_bit_differs(
                     suffixes, session.score_suffixes(ids, suffixes), strict=True
                 ):
                     assert np.array_equal(bits(row), bits(truth(ids + suffix).logits))
+                continue
+            if how == "begin":
+                session.read_prefix(ids, keeps=False)
                 continue
             reused = check(session, truth, ids, reuse=how != "anew")
             assert reused == 0 or how != "anew"
@@ -221,6 +225,16 @@ def test_a_prompt_that_cannot_be_read_changes_nothing(engine: Engine, truth: Tru
             with pytest.raises(InputError):
                 session.read(wrong)
         assert check(session, truth, TEXT[:41]) == 40
+
+
+def test_a_prefix_is_gone_on_from_without_a_checkpoint(engine: Engine, truth: Truth) -> None:
+    with Session(engine, CacheRules(prompt_cache_every=0, prompt_cache_root=0)) as session:
+        session.read_prefix(TEXT[:20])
+        session.read_prefix(TEXT[:40], keeps=False)
+        assert [kept.position for kept in session.cache.checkpoints] == [20]
+        (row,) = session.score_suffixes(TEXT[:40], [OTHER[:3]])
+        assert session.read_tokens == 43
+    assert np.array_equal(bits(row), bits(truth([*TEXT[:40], *OTHER[:3]]).logits))
 
 
 def test_suffixes_may_follow_nothing(engine: Engine, truth: Truth) -> None:
