@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from strata_cli.engine.kernels import matmul as products
-from strata_cli.engine.kernels.choice import all_few, few_is_faster, slices_are_faster
+from strata_cli.engine.kernels.choice import (
+    GATED_TOKENS,
+    all_few,
+    few_is_faster,
+    slices_are_faster,
+)
+from strata_cli.engine.kernels.hyper import lowrank_silu
 from strata_cli.engine.kernels.matmul import matmul, round_rows
+from strata_cli.engine.kernels.matmul_gated import can_gate, matmul_silu
 from strata_cli.engine.kernels.products import Matrix, sliced_plan
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType
@@ -73,3 +80,18 @@ def test_every_function_has_the_same_bits(
     assert np.isfinite(found[0]).all()
     for other in found[1:]:
         np.testing.assert_array_equal(other, found[0])
+
+
+@pytest.mark.gpu
+def test_gates_of_a_short_pass_have_the_bits_of_their_own_kernel(gpu_lab: Lab) -> None:
+    tokens, rows, cols = GATED_TOKENS - 1, 640, 320
+    weight = Weight(
+        gpu_lab.put(packed_rows(QuantType.Q8_0, rows, cols, 1)), QuantType.Q8_0, rows, cols
+    )
+    x = gpu_lab.put(normal(2, tokens, cols))
+    together, apart = gpu_lab.empty((tokens, rows)), gpu_lab.empty((tokens, rows))
+    assert can_gate(gpu_lab.stream, tokens)
+    matmul_silu(gpu_lab.stream, x, 4, weight, together)
+    lowrank_silu(gpu_lab.stream, x, 4)
+    matmul(gpu_lab.stream, x, weight, apart)
+    np.testing.assert_array_equal(gpu_lab.get(together), gpu_lab.get(apart))

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from strata_cli.engine.device.base import Stream, Tensor
-from strata_cli.engine.kernels.choice import FEW_PAIRS_PER_EXPERT, FEW_TOKENS
+from strata_cli.engine.kernels.choice import FEW_PAIRS_PER_EXPERT, GATED_TOKENS
 from strata_cli.engine.kernels.few import FEW_COLUMNS, few_plan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Experts, matrix_of_experts
@@ -24,7 +24,7 @@ MOST_ROUTED_BESIDE = 4  # tokens that are routed beside a product, a warp each
 
 def can_gate(stream: Stream, tokens: int) -> bool:
     """Whether a product of so many rows may be gated as it loads them: few, and on a GPU."""
-    return stream.shared_bytes > 0 and tokens <= FEW_TOKENS
+    return stream.shared_bytes > 0 and tokens <= GATED_TOKENS
 
 
 def can_gate_pairs(stream: Stream, pairs: int, experts: int) -> bool:
