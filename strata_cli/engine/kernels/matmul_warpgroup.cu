@@ -304,22 +304,40 @@ struct Warpgroups {
             for (int i = 0; i < 4; i++) w[half][i] = o[i % 2].pair[2 * half + i / 2];
     }
 
-    // Multiplies step STEP, whose weights are decoded, and the following ones of the stage: a
-    // step's weights are decoded while the products of the one before run.
+    // Decoded weights of PACE steps, and of as many that are multiplied: with few tokens a step's
+    // products are done before one step is decoded, and two together hide what each waits for.
+    template <int NUM>
+    struct Weights {
+        static constexpr int PACE = NUM <= 96 ? 2 : 1;
+        unsigned of[2][PACE][2][4];
+    };
+
     template <int STEP, int NUM, class Book>
-    __device__ void multiply_steps(Sums<NUM> &sums, Own &own, unsigned (&w)[2][2][4],
-                                   const Raw &stage, unsigned long long b, bool adds,
-                                   Book book) const {
-        unsigned (&own_w)[2][4] = w[STEP % 2];
+    __device__ void decode_steps(Weights<NUM> &w, Own &own, const Raw &stage, Book book) const {
+        constexpr int pace = Weights<NUM>::PACE;
+        decode_step<STEP>(w.of[STEP / pace % 2][0], own, stage, book);
+        if constexpr (pace == 2) decode_step<STEP + 1>(w.of[STEP / pace % 2][1], own, stage, book);
+    }
+
+    // Multiplies the steps from STEP on whose weights are decoded, and the following ones of the
+    // stage: weights are decoded while the products of the steps before run.
+    template <int STEP, int NUM, class Book>
+    __device__ void multiply_steps(Sums<NUM> &sums, Own &own, Weights<NUM> &w, const Raw &stage,
+                                   unsigned long long b, bool adds, Book book) const {
+        constexpr int pace = Weights<NUM>::PACE;
         begin_products();
-        multiply_async<NUM>(sums.of, own_w[0], b, STEP > 0 || adds);
-        multiply_async<NUM>(sums.of, own_w[1], b + 32 / 16, 1);
+#pragma unroll
+        for (int i = 0; i < pace; i++) {
+            const unsigned (&own_w)[2][4] = w.of[STEP / pace % 2][i];
+            const int at = (STEP + i) / 2 * TILE_BYTES + (STEP + i) % 2 * 64;
+            multiply_async<NUM>(sums.of, own_w[0], b + at / 16, STEP + i > 0 || adds);
+            multiply_async<NUM>(sums.of, own_w[1], b + (at + 32) / 16, 1);
+        }
         commit_products();
         wait_products<1>();
-        if constexpr (STEP + 1 < STEPS) {
-            decode_step<STEP + 1>(w[(STEP + 1) % 2], own, stage, book);
-            constexpr int next = STEP % 2 ? TILE_BYTES - 64 : 64;
-            multiply_steps<STEP + 1>(sums, own, w, stage, b + next / 16, adds, book);
+        if constexpr (STEP + pace < STEPS) {
+            decode_steps<STEP + pace>(w, own, stage, book);
+            multiply_steps<STEP + pace>(sums, own, w, stage, b, adds, book);
         }
     }
 
@@ -327,14 +345,14 @@ struct Warpgroups {
     __device__ void multiply_tile(const Tile &tile, Rings &rings, Book book) const {
         Sums<NUM> sums;
         Own own;
-        unsigned w[2][2][4];
+        Weights<NUM> w;
 #pragma unroll
         for (int i = 0; i < 2; i++) own.address[i] = lower_bits(row_at(tile, own_row() + 8 * i));
 #pragma unroll
         for (int i = 0; i < NUM / 2; i++) sums.of[i] = sums.totals[i] = 0.0f;
         int left_of_slice = product.slice;
         Raw stage = raw_of(own, 0, rings);
-        decode_step<0>(w[0], own, stage, book);
+        decode_steps<0>(w, own, stage, book);
 #pragma unroll 1
         for (int number = 0; number < stages; number++) {
             pass_gate(&gates->x_full[rings.x.slot], rings.x.parity);
@@ -345,7 +363,7 @@ struct Warpgroups {
             rings.raw.go_on();
             if (number + 1 < stages) {
                 stage = raw_of(own, number + 1, rings);
-                decode_step<0>(w[0], own, stage, book);
+                decode_steps<0>(w, own, stage, book);
             }
             wait_products<0>();
             free_slot(&gates->x_free[rings.x.slot]);
