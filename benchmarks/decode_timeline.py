@@ -78,8 +78,8 @@ CHANGES = {
             f"        stamp({MADE});\n        team.wait();\n        add_slices(",
         ),
         (
-            "        make_tiles<false>(work, shared, columns, team);\n",
-            f"        make_tiles<false>(work, shared, columns, team);\n    stamp({DONE});\n",
+            "    make_tiles(work, shared, columns, team);\n",
+            f"    make_tiles(work, shared, columns, team);\n    stamp({DONE});\n",
         ),
     ),
 }

@@ -229,6 +229,15 @@ def _together(matrix: Matrix, tile_rows: int, rows: int, columns: int) -> int:
     return 8 // tile_rows if rows == 8 and columns == 1 and is_even else 1
 
 
+def _has_together(matrices: tuple[Matrix, ...], shape: _Shape) -> bool:
+    tile_rows = [cut.tile_rows for cut in shape.cuts]  # by kind
+    kinds = _kinds(matrices)
+    return any(
+        _together(m, tile_rows[kinds.index(_kind(m))], shape.rows, shape.columns) > 1
+        for m in matrices
+    )
+
+
 def _tile_sum_bytes(matrices: tuple[Matrix, ...], rows: int, columns: int) -> int:
     return max(map(_num_slices, matrices)) * rows * columns * 4
 
@@ -312,12 +321,11 @@ def _spread(shape: _Shape, resident: int, limit: int) -> _Shape:
 
 
 def few_rows(matrices: tuple[Matrix, ...], segments: int) -> int:
-    """Weight rows of a tile: sixteen where their bytes are few, and warps have enough of them."""
+    """Weight rows of a tile: sixteen where their bytes are few and tiles many."""
     main = _main(matrices)
     tiles = sum(blocks(m.rows, 16) for m in matrices) * segments
     is_light = 16 * main.bytes_of(main.cols) <= LIGHT_TILE_BYTES
-    is_many = tiles * _num_slices(main) > MULTIPROCESSORS * USUAL_WARPS // 2
-    return 16 if is_light and is_many else 8
+    return 16 if is_light and tiles >= 2 * MULTIPROCESSORS else 8
 
 
 def _choose(
@@ -411,6 +419,8 @@ def few_plan(
             own += (0, 0) if matrix is None else (matrix.rows, kinds.index(_kind(matrix)))
         cuts += [0] * (6 * (MOST_KINDS - len(kinds)))
     defines = tuple(dict.fromkeys(d for kind in kinds for d in defines_of(kind.qtype)))
+    if _has_together(matrices, shape):
+        defines += ("SLICES_TOGETHER=1",)
     return Plan(
         unit=Unit("matmul_few.cu", f"{name}<{parameters}>", defines + way.defines),
         grid=(segments, num_blocks, 1),

@@ -22,6 +22,10 @@
 
 constexpr int MOST_REGISTERS = 64;  // two blocks of 16 warps then find room on a multiprocessor
 
+#ifndef SLICES_TOGETHER
+#define SLICES_TOGETHER 0  // 1: slices of short tiles are multiplied together
+#endif
+
 // How a matrix is compiled for: its type, the weights a lane owns, what divides its rows'
 // addresses.
 template <int TYPE_, int LANE_, int ALIGN_>
@@ -136,14 +140,6 @@ struct Work {
             most = max(most, 31 - __clz(spans));
         }
         return most;
-    }
-
-    // Whether slices of any kind are multiplied together.
-    __device__ bool has_together(int count) const {
-        bool has = false;
-#pragma unroll
-        for (int i = 0; i < KINDS; i++) has = has || together_shift(plans[i], cols, count) > 0;
-        return has;
     }
 
     __device__ Cut cut_of(int kind) const {
@@ -299,68 +295,40 @@ __device__ inline bool find_pairs(Found &found, const int *row_of, const int *ex
     return found.count > 0;
 }
 
-// Steps of 256 weights or fewer, as many as share scales: rows begin where they do, x with them.
-template <int ROWS, class Kind, class Book>
-__device__ inline void multiply_steps(float (&sums)[4], const Staged<Kind::ALIGN> (&rows)[ROWS / 8],
-                                      const uint4 *x, int rest, int count, Book book) {
-    using R = typename Kind::R;
-    constexpr int TYPE = Kind::TYPE, LANE = Kind::LANE, ALIGN = Kind::ALIGN;
-    const int t = threadIdx.x & 3;
-    RowScale scale[ROWS / 8];
-#pragma unroll
-    for (int i = 0; i < R::STEPS; i++) {
-        Octet w[ROWS / 8];
-        const uint4 activations = x[i * count * 4];
-#pragma unroll
-        for (int half = 0; half < ROWS / 8; half++)
-            w[half] =
-                decode<TYPE, LANE, ALIGN, WideCodec<TYPE>>(rows[half], i, t, book, scale[half]);
-        if constexpr (TYPE == F32) {
-            Octet rests[ROWS / 8];
-#pragma unroll
-            for (int half = 0; half < ROWS / 8; half++)
-                rests[half] = rest_of(rows[half], R::k_of(i, t) / 8, w[half]);
-            multiply_split<ROWS>(sums, w, rests, activations, x[rest + i * count * 4]);
-        } else {
-            multiply_step<ROWS>(sums, w, activations);
-        }
-    }
-}
-
-// Whether every other block of a row of whole words begins amid a word.
-template <class Kind>
-constexpr bool ALTERNATES =
-    Kind::ALIGN % 4 == 0 && Kind::R::STEPS == 8 && Kind::R::bytes(256) % 4 == 2;
-
-// All steps of a slice whose rows and activations lie in shared memory.
+// All steps of a slice whose rows and activations lie in shared memory. The loop is short: a block
+// goes round few times, and its code is as cold as its weights.
 template <int ROWS, class Kind, class Book>
 __device__ inline void multiply_slice(float (&sums)[4], const Staged<Kind::ALIGN> (&rows)[ROWS / 8],
                                       const uint4 *x, int rest, int steps, int count, Book book) {
     using R = typename Kind::R;
-    Staged<Kind::ALIGN> row[ROWS / 8];
-    int first = 0;
-    if constexpr (ALTERNATES<Kind>) {  // blocks in pairs: all is known of where words begin
-        const int pairs = rows[0].offset % 4 == 0 ? steps / (2 * R::STEPS) : 0;
+    constexpr int TYPE = Kind::TYPE, LANE = Kind::LANE, ALIGN = Kind::ALIGN;
+    const int t = threadIdx.x & 3;
 #pragma unroll 1
-        for (; first < 2 * R::STEPS * pairs; first += 2 * R::STEPS) {
-#pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
-#pragma unroll
-                for (int half = 0; half < ROWS / 8; half++) {
-                    const int even = (rows[half].offset + R::bytes(32 * first)) / 4 * 4;
-                    row[half] = {rows[half].base, even + odd * R::bytes(256)};
-                }
-                multiply_steps<ROWS, Kind>(sums, row, x + (first + odd * R::STEPS) * count * 4,
-                                           rest, count, book);
-            }
-        }
-    }
-#pragma unroll 1
-    for (; first < steps; first += R::STEPS) {
+    for (int first = 0; first < steps; first += R::STEPS) {
+        RowScale scale[ROWS / 8];
+        Staged<ALIGN> row[ROWS / 8];
 #pragma unroll
         for (int half = 0; half < ROWS / 8; half++)
             row[half] = {rows[half].base, rows[half].offset + R::bytes(32 * first)};
-        multiply_steps<ROWS, Kind>(sums, row, x + first * count * 4, rest, count, book);
+#pragma unroll
+        for (int i = 0; i < R::STEPS; i++) {
+            Octet w[ROWS / 8];
+            const uint4 activations = x[(first + i) * count * 4];
+#pragma unroll
+            for (int half = 0; half < ROWS / 8; half++)
+                w[half] =
+                    decode<TYPE, LANE, ALIGN, WideCodec<TYPE>>(row[half], i, t, book, scale[half]);
+            if constexpr (TYPE == F32) {
+                Octet rests[ROWS / 8];
+#pragma unroll
+                for (int half = 0; half < ROWS / 8; half++)
+                    rests[half] = rest_of(row[half], R::k_of(i, t) / 8, w[half]);
+                multiply_split<ROWS>(sums, w, rests, activations,
+                                     x[rest + (first + i) * count * 4]);
+            } else {
+                multiply_step<ROWS>(sums, w, activations);
+            }
+        }
     }
 }
 
@@ -452,12 +420,11 @@ struct Shared {
 };
 
 // What a lane has: a row of a tile, a slice and a column of x among those of its warp.
-template <bool TOGETHER>
 struct Share {
     int slices = 1, row, slice = 0, column = 0;
 
     __device__ Share(const Plan &plan, int cols, int count) : row((threadIdx.x & 31) / 4) {
-        if constexpr (TOGETHER) {
+        if (SLICES_TOGETHER) {
             const int shift = together_shift(plan, cols, count);
             slices = 1 << shift;
             column = min(row, slices - 1);
@@ -468,7 +435,7 @@ struct Share {
 };
 
 // All slices of a stage that are the calling warp's.
-template <bool TOGETHER, int ROWS, class Own, class Places, class Shared, class Book>
+template <int ROWS, class Own, class Places, class Shared, class Book>
 __device__ inline void multiply_stage(const Shared &shared, const Plan &plan, const Cut &cut,
                                       const Team &team, int cols, int count, const Held &held,
                                       const unsigned char *slot, int part, float *sums, Book book) {
@@ -476,7 +443,7 @@ __device__ inline void multiply_stage(const Shared &shared, const Plan &plan, co
     constexpr int align = stage_alignment(Own::ALIGN, Own::R::bytes(256));
     const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
     const int begin = part * plan.part_slices, end = min(begin + plan.part_slices, plan.slices);
-    const Share<TOGETHER> share(plan, cols, count);
+    const Share share(plan, cols, count);
 #pragma unroll 1
     for (int first = begin + team.warp * share.slices; first < end;
          first += team.warps * share.slices) {
@@ -525,7 +492,7 @@ __device__ inline void start_team_stage(const Work<ROWS, MATRICES, Kinds...> &wo
 #endif
 
 // The tiles of one team: multiplies what has come, and writes the results.
-template <bool TOGETHER, class Shared, int ROWS, int MATRICES, class... Kinds>
+template <class Shared, int ROWS, int MATRICES, class... Kinds>
 __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, const Shared &shared,
                                   const Columns &columns, const Team &team) {
     const Layout &layout = work.layout;
@@ -560,7 +527,7 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
                 const Plan plan = work.plan_of(kind);
                 const Cut cut = work.cut_of(kind);
                 with_kind<Kinds...>(kind, [&](auto as) {
-                    multiply_stage<TOGETHER, ROWS, decltype(as), Planes<Kinds...>>(
+                    multiply_stage<ROWS, decltype(as), Planes<Kinds...>>(
                         shared, plan, cut, team, work.cols, columns.count, held, slot, part,
                         sums + i * shared.set, book);
                 });
@@ -616,11 +583,13 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
     const int span_shift = work.most_spans_shift(), at_once = 32 >> span_shift;
     const int lane = threadIdx.x & 31, own = lane >> span_shift;
     const int index = lane - (own << span_shift);
-    for (int i = lane; i < team.count * layout.slots; i += 32) {
-        open_gate(shared.full + i, 1 << span_shift);
-        open_gate(shared.empty + i, team.warps);
+    if (lane == 0) {
+        for (int i = 0; i < team.count * layout.slots; i++) {
+            open_gate(shared.full + i, 1 << span_shift);
+            open_gate(shared.empty + i, team.warps);
+        }
+        publish_gates();
     }
-    publish_gates();
     __syncwarp();
     const int own_tiles = (work.tiles - static_cast<int>(blockIdx.y) + gridDim.y - 1) / gridDim.y;
     const int stages = own_tiles * layout.parts;
@@ -630,23 +599,31 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
         int2 kind_and_chunks;
         const OwnSpan place =
             own_span(work, team, min(base + own, stages - 1), index, kind_and_chunks);
+        // Those whose slots are used for the first time start together, others one by one.
+        const bool is_there = base + own < stages;
+        bool starts = is_there && place.uses == 0;
+        unsigned others = __ballot_sync(ALL_LANES, is_there && place.uses > 0 && index == 0);
 #pragma unroll 1
-        for (int i = 0; i < min(at_once, stages - base); i++) {
-            const int slot = __shfl_sync(ALL_LANES, place.slot, i << span_shift);
-            const int uses = __shfl_sync(ALL_LANES, place.uses, i << span_shift);
-            if (uses > 0 && is_first) {
+        for (;;) {
+            if (starts) {
+                Held &held = shared.held[place.slot];
+                held.before[index] = place.before;
+                if (index == 0) held.kind = kind_and_chunks.x;
+                const int at = place.slot * layout.slot_chunks + index * kind_and_chunks.y;
+                start_span(shared.slots + at * 16, place.span, shared.full + place.slot);
+            }
+            __syncwarp();
+            if (others == 0) break;
+            if (is_first) {
                 is_first = false;
                 block_barrier();
             }
-            if (uses > 0) pass_gate(shared.empty + slot, uses + 1 & 1);
-            if (own == i) {
-                shared.held[slot].before[index] = place.before;
-                if (index == 0) shared.held[slot].kind = kind_and_chunks.x;
-                start_span(
-                    shared.slots + (slot * layout.slot_chunks + index * kind_and_chunks.y) * 16,
-                    place.span, shared.full + slot);
-            }
-            __syncwarp();
+            const int first = __ffs(others) - 1;  // lane of the next stage
+            others &= others - 1;
+            const int slot = __shfl_sync(ALL_LANES, place.slot, first);
+            const int uses = __shfl_sync(ALL_LANES, place.uses, first);
+            pass_gate(shared.empty + slot, uses + 1 & 1);
+            starts = own == first >> span_shift;
         }
     }
     if (is_first) block_barrier();
@@ -675,10 +652,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
     load_activations<Kinds...>(shared.planes, x, work.cols, columns, gate, warps);
     block_barrier();
     if (team.number >= team.count) return;
-    if (ROWS == 8 && work.has_together(columns.count))
-        make_tiles<ROWS == 8>(work, shared, columns, team);
-    else
-        make_tiles<false>(work, shared, columns, team);
+    make_tiles(work, shared, columns, team);
 }
 
 // matmul_few: grid (passes of `columns` tokens, blocks): passes over the same rows run side by

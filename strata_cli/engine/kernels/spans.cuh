@@ -8,6 +8,7 @@
 #pragma once
 #include "bulk.cuh"
 #include "mma.cuh"
+#include "read_once.cuh"
 
 constexpr int LINE_BYTES = 128;
 
@@ -75,7 +76,7 @@ __device__ inline void finish_span(unsigned char *to, const Span &span) {
 __device__ inline void start_span(unsigned char *slot, const Span &span, unsigned long long *gate) {
     finish_span(slot, span);
     arrive_expecting(gate, span.nbytes);
-    if (span.nbytes) copy_bulk(slot, span.from, span.nbytes, gate);
+    if (span.nbytes) copy_bulk_once(slot, span.from, span.nbytes, gate);
 }
 #else
 // Starts the copies of a stage, by so many threads together.
