@@ -12,7 +12,7 @@ from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.device.sizes import gib
 from strata_cli.engine.experts.placing import ExpertHome
 from strata_cli.engine.forward.caching import CachePlan, CacheWishes, cache_shape, plan_cache
-from strata_cli.engine.forward.fetching import AHEAD_SLOTS, fetch_slots
+from strata_cli.engine.forward.fetching import AHEAD_SLOTS, TURNS, fetch_slots
 from strata_cli.engine.forward.outline import Outline, Sizes
 from strata_cli.engine.forward.placing import Placement
 from strata_cli.engine.model.expected import NGRAM_TABLE
@@ -26,6 +26,7 @@ CHUNKS_OF_STREAMED: tuple[int, ...] = (8192, *CHUNKS)  # every chunk streams all
 CHUNK_WITHOUT_OWN_MEMORY = 512
 WORKSPACE_SHARE = 8  # at most one such part of the free memory is for a chunk's workspace
 STREAMED_SHARE = 4  # the same where fewer, longer chunks save whole passes over the link
+AHEAD_SHARE = 16  # at most one such part of the room for experts is for what may come ahead
 
 
 class TableHome(Enum):
@@ -168,7 +169,9 @@ def _plan_cache(model: ModelFile, device: Device, outline: Outline, wishes: Wish
         num_fetched = fetch_slots(model.spec.num_experts_per_tok) if device.has_own_memory else 0
         cache = replace(cache, fetch_slots=num_fetched)
     if cache.ahead_slots is None:
-        cache = replace(cache, ahead_slots=AHEAD_SLOTS if device.has_own_memory else 0)
+        is_little = AHEAD_SHARE * TURNS * AHEAD_SLOTS * shape.slot_bytes <= room_bytes
+        num_ahead = AHEAD_SLOTS if device.has_own_memory and is_little else 0
+        cache = replace(cache, ahead_slots=num_ahead)
     return plan_cache(shape, cache, room_bytes, outline.sizes.chunk_tokens)
 
 
