@@ -111,13 +111,9 @@ class Tensor:
         """Rows start..stop of the outermost axis."""
         if not 0 <= start <= stop <= self.shape[0]:
             raise ShapeError(f"rows {start}..{stop} of a tensor with {self.shape[0]} rows")
-        row_bytes = self.nbytes // self.shape[0] if self.shape[0] else 0
-        return Tensor(
-            self.buffer,
-            self.offset_bytes + start * row_bytes,
-            (stop - start, *self.shape[1:]),
-            self.dtype,
-        )
+        rest = self.shape[1:]
+        first = self.offset_bytes + start * self.dtype.itemsize * math.prod(rest)
+        return Tensor(self.buffer, first, (stop - start, *rest), self.dtype)
 
     def numpy(self) -> NDArray[Any]:
         """Zero-copy host array of a pinned or pageable tensor.

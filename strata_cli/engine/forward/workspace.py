@@ -260,7 +260,7 @@ class Workspace:
             for scratch, offset in zip(plan, offsets, strict=True)
         }
 
-        self._taken: dict[tuple[str, int], Tensor] = {}
+        self._taken: dict[tuple[str, int | tuple[int, ...]], Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -289,11 +289,9 @@ class Workspace:
     def take(self, name: str, rows: int) -> Tensor:
         """The first rows of a scratch tensor; contents undefined where its part begins."""
         taken = self._taken.get((name, rows))
-        if taken is None:
-            if len(self._taken) >= MOST_TAKEN:
-                self._taken.clear()
-            taken = self._taken[name, rows] = self._tensors[name].rows(0, rows)
-        return taken
+        return (
+            self._keep((name, rows), self._tensors[name].rows(0, rows)) if taken is None else taken
+        )
 
     def take_all(self, name: str) -> Tensor:
         """A scratch tensor as large as it is, contents undefined."""
@@ -301,9 +299,19 @@ class Workspace:
 
     def take_shaped(self, name: str, *shape: int) -> Tensor:
         """The first elements of a scratch tensor under another shape (for narrower layers)."""
-        whole = self._tensors[name]
-        assert math.prod(shape) <= whole.size, f"{name} {shape} exceeds {whole.shape}"
-        return Tensor.over(self._buffer, shape, whole.dtype, whole.offset_bytes)
+        taken = self._taken.get((name, shape))
+        if taken is None:
+            whole = self._tensors[name]
+            assert math.prod(shape) <= whole.size, f"{name} {shape} exceeds {whole.shape}"
+            own = Tensor.over(self._buffer, shape, whole.dtype, whole.offset_bytes)
+            taken = self._keep((name, shape), own)
+        return taken
+
+    def _keep(self, key: tuple[str, int | tuple[int, ...]], window: Tensor) -> Tensor:
+        if len(self._taken) >= MOST_TAKEN:
+            self._taken.clear()
+        self._taken[key] = window
+        return window
 
     def close(self) -> None:
         """Gives the memory back. Safe to call twice."""
