@@ -193,16 +193,22 @@ def test_every_function_for_pairs_has_the_bits_of_few(gpu_lab: Lab, qtype: Quant
     rows, cols, ends = 140, 3 * max(256, BLOCK[qtype].weights), [0, 20, 20, 60, 61, 140, 240, 500]
     weight = Weight(gpu_lab.put(packed_rows(qtype, rows, cols, 1)), qtype, rows, cols)
     x, half, few = with_few(gpu_lab, weight, ends[-1])
-    blobs = gpu_lab.put(np.full(len(ends) - 1, weight.data.address, np.int64))
-    start, order = gpu_lab.put(np.array(ends, np.int32)), np.arange(ends[-1], dtype=np.int32)[::-1]
-    row_of, matrix, gpu = gpu_lab.put(order.copy()), expert_of(qtype, rows, cols), gpu_of(gpu_lab)
-    plans = [grouped_many_plan(matrix, ends[-1], len(ends) - 1, gpu.shared_bytes)]
-    if has_warpgroup_plan(matrix, gpu, len(ends) - 1):
-        plans.append(grouped_warpgroup_plan(matrix, ends[-1], len(ends) - 1, gpu))
-    for plan in plans:
-        out = gpu_lab.empty((ends[-1], rows))
-        launch(gpu_lab, plan, x, half, blobs, row_of, start, out, int(qtype), rows, cols, 0)
-        np.testing.assert_array_equal(gpu_lab.get(out), few[order], plan.unit.function)
+    order = np.arange(ends[-1], dtype=np.int32)[::-1].copy()
+    row_of, matrix, gpu = gpu_lab.put(order), expert_of(qtype, rows, cols), gpu_of(gpu_lab)
+    for first in (0, 4):  # all, and the last three alone
+        experts = len(ends) - 1 - first
+        blobs = gpu_lab.put(np.full(experts, weight.data.address, np.int64))
+        start = gpu_lab.put(np.array(ends[first:], np.int32))
+        plans = [grouped_many_plan(matrix, ends[-1], experts, gpu.shared_bytes)]
+        if has_warpgroup_plan(matrix, gpu, experts):
+            plans.append(grouped_warpgroup_plan(matrix, ends[-1], experts, gpu))
+        for plan in plans:
+            out = gpu_lab.empty((ends[-1], rows))
+            untouched = gpu_lab.get(out)[: ends[first]]
+            launch(gpu_lab, plan, x, half, blobs, row_of, start, out, int(qtype), rows, cols, 0)
+            pairs, name = gpu_lab.get(out), plan.unit.function
+            np.testing.assert_array_equal(pairs[ends[first] :], few[order[ends[first] :]], name)
+            np.testing.assert_array_equal(pairs[: ends[first]], untouched, name)
 
 
 def with_few(lab: Lab, weight: Weight, tokens: int) -> tuple[Tensor, Tensor, NDArray[np.float32]]:
