@@ -94,7 +94,8 @@ def with_share(engine: Engine, launches: Sequence[Launched], percent: int | None
     for function in functions(engine, launches):
         keys = function._context.gpu.driver.CUfunction_attribute
         key = keys.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        usual = 100 if function.shared_bytes > CROWDING_SHARED_BYTES else -1
+        is_crowding = function.shared_bytes > CROWDING_SHARED_BYTES
+        usual = 100 if is_crowding and not function.kernel.keeps_cache else -1
         function._set(key, usual if percent is None else percent, "percent of shared memory")
 
 

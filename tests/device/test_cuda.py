@@ -382,6 +382,15 @@ def test_blocks_that_crowd_each_other_out_get_the_most_shared_memory(
 
 
 @pytest.mark.usefixtures("built")
+def test_a_kernel_may_leave_the_rest_to_the_cache(device: CudaDevice, driver: FakeDriver) -> None:
+    stream, kernel = device.stream("compute"), dataclasses.replace(KERNEL, keeps_cache=True)
+    for nbytes in (20_000, 100_000):
+        stream.launch(kernel, Launch(items=1, shared_bytes=nbytes))
+    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert [args[1:] for args in driver.arguments("cuFuncSetAttribute")] == [(most, 100_000)]
+
+
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("capability", "is_early"), [((9, 0), True), ((8, 9), False)])
 def test_an_early_launch_does_not_wait_where_the_gpu_can(
     driver: FakeDriver, tmp_path: Path, capability: tuple[int, int], is_early: bool

@@ -159,6 +159,8 @@ class Kernel:
         bind: makes what the host body takes, such as addresses, out of the launch's arguments; once
             for each launch or recording, however often and in how many pieces it then runs. The
             arguments' arrays live as long. None where the body takes the arguments themselves.
+        keeps_cache: whether memory near the processors serves it better as a cache than as room
+            for several blocks that share some of it.
     """
 
     name: str
@@ -168,6 +170,7 @@ class Kernel:
     function: str = ""
     defines: tuple[str, ...] = ()
     bind: Callable[..., tuple[Any, ...]] | None = None
+    keeps_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

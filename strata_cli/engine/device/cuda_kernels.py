@@ -40,11 +40,13 @@ class Function:
     def allow_shared(self, nbytes: int) -> None:
         """Lets launches use this much dynamic shared memory, and several blocks share the most.
 
+        Not the latter where the kernel is better served by a cache.
+
         Raises:
             DeviceError: it is more than the GPU has per block.
         """
         attributes = self._context.gpu.driver.CUfunction_attribute
-        if self.shared_bytes == CROWDING_SHARED_BYTES:
+        if self.shared_bytes == CROWDING_SHARED_BYTES and not self.kernel.keeps_cache:
             percent = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             self._set(percent, SHARED_MEMORY_PERCENT, "percent of shared memory")
         if nbytes > SHARED_BYTES_WITHOUT_ASKING:

@@ -25,6 +25,7 @@ from strata_cli.engine.kernels.shapes import blocks
 from strata_cli.engine.model.quants import BLOCK, QuantType
 from strata_cli.errors import DeviceError
 
+FEW_SOURCE = "matmul_few.cu"
 FEW_COLUMNS = 8  # activation rows that a block takes at a time
 MOST_MATRICES = 6
 MOST_KINDS = 3
@@ -422,7 +423,7 @@ def few_plan(
     if _has_together(matrices, shape):
         defines += ("SLICES_TOGETHER=1",)
     return Plan(
-        unit=Unit("matmul_few.cu", f"{name}<{parameters}>", defines + way.defines),
+        unit=Unit(FEW_SOURCE, f"{name}<{parameters}>", defines + way.defines),
         grid=(segments, num_blocks, 1),
         block=(WARP * (warps + 1), 1, 1),
         shared_bytes=shape.shared_bytes,

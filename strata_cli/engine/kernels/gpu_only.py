@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from strata_cli.engine.device.base import Kernel
+from strata_cli.engine.kernels.few import FEW_SOURCE
 from strata_cli.engine.kernels.products import Unit
 
 
@@ -16,5 +17,8 @@ def _not_on_the_host(_begin: int, _end: int, *_: Any) -> None:
 @lru_cache(maxsize=1024)
 def gpu_kernel(unit: Unit) -> Kernel:
     """The kernel of a compiled function; it is never launched on the host."""
-    name = unit.function
-    return Kernel(name, _not_on_the_host, _not_on_the_host, unit.source, name, unit.defines)
+    name, source, defines = unit.function, unit.source, unit.defines
+    keeps_cache = source == FEW_SOURCE  # measured
+    return Kernel(
+        name, _not_on_the_host, _not_on_the_host, source, name, defines, keeps_cache=keeps_cache
+    )

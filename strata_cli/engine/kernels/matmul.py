@@ -27,7 +27,7 @@ from strata_cli.engine.kernels.choice import (
     slices_are_faster,
 )
 from strata_cli.engine.kernels.dequant import dequantizer
-from strata_cli.engine.kernels.few import FEW_COLUMNS, few_plan
+from strata_cli.engine.kernels.few import FEW_COLUMNS, FEW_SOURCE, few_plan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.pointers import (
@@ -332,7 +332,11 @@ def _kernel(
     bind: Callable[..., tuple[Any, ...]], reference: Callable[..., Any], unit: Unit
 ) -> Kernel:
     name = unit.function
-    return Kernel(name, product_items, reference, unit.source, name, unit.defines, bind)
+    keeps_cache = unit.source == FEW_SOURCE  # measured
+    defines = unit.defines
+    return Kernel(
+        name, product_items, reference, unit.source, name, defines, bind, keeps_cache=keeps_cache
+    )
 
 
 def _round_rows(_begin: int, _end: int, _x: Floats, _rounded: Halves) -> None:
