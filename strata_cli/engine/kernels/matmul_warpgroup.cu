@@ -1,7 +1,8 @@
 // Products of quantized weights with many activation rows on sm_90a: bound by its tensor cores.
 //   x [T,K] f16 (as round_rows leaves it), N rows of K weights -> out [T,N] f32
 //   2 * T*N*K floating-point operations over the tensor cores' rate; a tile reads its weights once
-//   and decodes them once.
+//   and decodes them once. Full tiles fetch T*N*K / 64 bytes of x from the L2 cache, which is what
+//   bounds them.
 //
 // A block makes tiles of 128 weight rows and up to 128 tokens, one after the other, in stages of
 // 256 k, or 128 where rows of a type are cut finer. Four warps copy raw rows. Four copy activations
