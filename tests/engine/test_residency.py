@@ -132,6 +132,24 @@ def test_a_step_learns_what_was_foreseen_wrongly(path: Path, device_name: str) -
         assert same(download(engine._device, engine._stream, foresight.errors), errors)
 
 
+def test_sequences_that_step_together_may_look_ahead(path: Path, device_name: str) -> None:
+    def steps(way: Way) -> list[np.ndarray[Any, Any]]:
+        rows: list[np.ndarray[Any, Any]] = []
+        opened = way.open(path, device_name)
+        with opened as engine, engine.sequence() as one, engine.sequence() as other:
+            one.prefill(PROMPT)
+            other.prefill(PROMPT[:9])
+            for token in ANSWER[:6]:
+                both = engine.read_together([Part(one, [token]), Part(other, [token])])
+                rows += [row.copy() for row in both if row is not None]
+                rows.append(one.step(token))
+        return rows
+
+    plain, ahead = steps(Way(cache=0, fetch=12)), steps(Way(cache=0, fetch=12, ahead=8))
+    assert len(plain) == 18
+    assert all(same(a, b) for a, b in zip(plain, ahead, strict=True))
+
+
 def test_a_step_reads_what_it_misses_from_slots(path: Path, device_name: str) -> None:
     way = Way(cache=0, fetch=TOP_K)
     with way.open(path, device_name) as engine, engine.sequence() as sequence:
