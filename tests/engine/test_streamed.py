@@ -95,10 +95,8 @@ def test_what_the_next_layers_router_foretells_is_copied_first(
     foretell, expect = Forward._foretell, ChunkStream.expect
     way = Way(cache=0, is_likely=True, foresees=True)
 
-    def foretelling(forward: Forward, index: int, values: Tensor, *rest: Any) -> None:
-        foretell(forward, index, values, *rest)
-        if rest[0] is None:
-            return
+    def foretelling(forward: Forward, index: int, values: Tensor, room: Tensor) -> Tensor:
+        start = foretell(forward, index, values, room)
         router = forward.weights.layers[index].moe.router
         matrix, read = (
             download(opened._device, forward.stream, tensor) for tensor in (router.data, values)
@@ -106,6 +104,7 @@ def test_what_the_next_layers_router_foretells_is_copied_first(
         logits = read @ matrix.view(np.float32).reshape(router.rows, router.cols).T
         chosen = np.argsort(-logits, axis=1)[:, : forward.spec.num_experts_per_tok]
         foretold[index] = np.bincount(chosen.reshape(-1), minlength=NUM_EXPERTS)
+        return start
 
     def expecting(stream: ChunkStream, layer: int, scores: Any, num_likely: int) -> None:
         expected[layer] = scores

@@ -36,14 +36,14 @@ class RankedExperts(NamedTuple):
         matrices: their address tables are by rank.
         rank_of: rank of each expert, int32 [E]; None: an expert's id is its rank.
         split: how pairs are shared out; None: the device computes all of them.
-        next_start: where the pass foretells the next layer's pairs, as its router sees what this
-            layer's reads: expert_start int32 [E + 1], by id; None: nobody asks.
+        foretells: the feed wants to know what the next layer's router makes of what this layer
+            reads; see PairRows.
     """
 
     matrices: ExpertMatrices
     rank_of: Tensor | None
     split: Split | None = None
-    next_start: Tensor | None = None
+    foretells: bool = False
 
 
 class ExpertGroup(NamedTuple):
@@ -60,11 +60,14 @@ class PairRows(NamedTuple):
         x: float32 [T, D].
         row_of: row of x that each pair reads, int32 [P], sorted by rank.
         out: a row for each pair, float32 [P, D].
+        next_start: where the next layer's pairs would begin, as its router sees x: expert_start
+            int32 [E + 1], by id. It lies in out, until that is written. None: nobody asked.
     """
 
     x: Tensor
     row_of: Tensor
     out: Tensor
+    next_start: Tensor | None = None
 
 
 class ExpertFeed(Protocol):

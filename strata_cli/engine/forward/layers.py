@@ -544,7 +544,7 @@ class Forward:
     ) -> moe.CombineOperands:
         """Enqueue a layer's experts. What does not depend on the routing fills the wait for it."""
         take, num, stream = self.workspace.take, read.values.shape[0], self.stream
-        experts, rank_of, split, next_start = feed.experts(index)
+        experts, rank_of, split, foretells = feed.experts(index)
         is_few = num <= FEW_TOKENS
         fetcher = self.fetcher if is_few and rank_of is None else None
         ahead = fetcher if is_recorded and fetcher and fetcher.looks_ahead(num) else None
@@ -579,8 +579,8 @@ class Forward:
             if split.mailbox is not None:
                 post_pairs(stream, index, ids, pair_of, start, read.values, split.mailbox)
         expert_out = take("expert_out", row_of.shape[0])
-        self._foretell(index + 1, read.values, next_start, expert_out)
-        feed.publish(index, start, PairRows(read.values, row_of, expert_out))
+        next_start = self._foretell(index + 1, read.values, expert_out) if foretells else None
+        feed.publish(index, start, PairRows(read.values, row_of, expert_out, next_start))
         if fetcher is not None:
             tokens = None if ahead is None else num
             experts = fetcher.fetch(index, start, tokens)
@@ -594,28 +594,34 @@ class Forward:
             self._take_the_others(index, split, start, expert_out)
         return moe.CombineOperands(expert_out, pair_of, places, shared_out, shared_logit)
 
-    def _foretell(self, index: int, values: Tensor, start: Tensor | None, room: Tensor) -> None:
+    def _foretell(self, index: int, values: Tensor, room: Tensor) -> Tensor:
         """Enqueue how a layer would route what the layer before it reads.
 
         Args:
             index: of the layer.
             values: what the one before reads.
-            start: as order_by_expert's, int32 [E + 1], overwritten; None: nobody asks.
             room: float32 [pairs, D], used up.
+
+        Returns:
+            the expert_start of order_by_expert, int32 [E + 1], in the room.
         """
-        if start is None:
-            return
         stream, num, num_pairs = self.stream, values.shape[0], room.shape[0]
-        logits = self.workspace.take("router", num)
-        used = room.reshape(room.size).rows(0, 4 * num_pairs).reshape(4, num_pairs)
-        parts = [used.rows(part, part + 1) for part in range(4)]
-        shape = (num, self.spec.num_experts_per_tok)
-        ids, row_of, pair_of = (
-            Tensor(part.buffer, part.offset_bytes, size, np.dtype(np.int32))
-            for part, size in zip(parts[:3], (shape, (num_pairs,), shape), strict=True)
-        )  # ids first, where they are aligned whatever the number of pairs
+        logits, shape = self.workspace.take("router", num), (num, self.spec.num_experts_per_tok)
+        ids, places, row_of, pair_of, start = (  # ids first, aligned whatever the number of pairs
+            Tensor.over(room.buffer, size, kind, room.offset_bytes + 4 * part * num_pairs)
+            for part, (size, kind) in enumerate(
+                (
+                    (shape, np.int32),
+                    (shape, np.float32),
+                    ((num_pairs,), np.int32),
+                    (shape, np.int32),
+                    ((self.spec.num_experts + 1,), np.int32),
+                )
+            )
+        )
         matmul(stream, values, self.weights.layers[index].moe.router, logits)
-        moe.route_in_order(stream, logits, ids, parts[3].reshape(*shape), start, row_of, pair_of)
+        moe.route_in_order(stream, logits, ids, places, start, row_of, pair_of)
+        return start
 
     def _foreseen(self, ahead: Fetcher, index: int, num_tokens: int) -> tuple[Product, ...]:
         """What the next layer's router makes of this layer's input, as far as there is one."""

@@ -36,7 +36,6 @@ class StreamTables:
     Attributes:
         experts: of each layer, with tables by rank.
         routed: behind the latest copy of a layer's routing.
-        next_start: where a pass foretells the next layer's expert_start, int32 [E + 1] by id.
     """
 
     def __init__(
@@ -47,11 +46,10 @@ class StreamTables:
         num_pairs = len(layouts) * num_experts
         nbytes = num_pairs * (ADDRESS.itemsize + RANK.itemsize)
         with ExitStack() as resources:
+            start_bytes = RANK.itemsize * (num_experts + 1)
             memory = resources.enter_context(device.allocate(nbytes))
             pinned = resources.enter_context(device.allocate_pinned(nbytes))
-            start_bytes = RANK.itemsize * (num_experts + 1)
             starts = resources.enter_context(device.allocate_pinned(2 * start_bytes))
-            next_start = resources.enter_context(device.allocate(start_bytes))
             self._all, self._all_host = (
                 Tensor.over(buffer, (nbytes,), np.uint8) for buffer in (memory, pinned)
             )
@@ -65,7 +63,6 @@ class StreamTables:
             self._start_host, self._next_start_host = (
                 Tensor.over(starts, (num_experts + 1,), RANK, at) for at in (0, start_bytes)
             )
-            self.next_start = Tensor.over(next_start, (num_experts + 1,), RANK)
             self.routed: Event = device.event()
             resources.callback(self.routed.close)
             self._uploaded: Event = device.event()
@@ -104,11 +101,11 @@ class StreamTables:
             self._reads.copy(table.rows(layer, layer + 1), host.rows(layer, layer + 1))
         self._reads.record(self._uploaded)
 
-    def fetch_start(self, expert_start: Tensor, *, foresees: bool) -> None:
-        """Enqueue the copy of a layer's expert_start to the host; and of next_start if wanted."""
+    def fetch_start(self, expert_start: Tensor, next_start: Tensor | None) -> None:
+        """Enqueue copies to the host: a layer's expert_start, and what is foretold of the next."""
         self._reads.copy(self._start_host, expert_start)
-        if foresees:
-            self._reads.copy(self._next_start_host, self.next_start)
+        if next_start is not None:
+            self._reads.copy(self._next_start_host, next_start)
         self._reads.record(self.routed)
 
     def start(self) -> NDArray[np.int32]:
@@ -172,18 +169,17 @@ class StreamFeed:
         if not self._has_tables:
             self._upload_tables()
             self._has_tables = True
-        next_start = self._tables.next_start if self._foresees(layer) else None
         matrices, rank_of = self._tables.experts[layer], self._tables.rank_of(layer)
-        return RankedExperts(matrices, rank_of, next_start=next_start)
+        return RankedExperts(matrices, rank_of, foretells=self._foresees(layer))
 
     def publish(
         self,
-        layer: int,
+        layer: int,  # noqa: ARG002  in turn
         expert_start: Tensor,
         rows: PairRows,
     ) -> None:
         """See ExpertFeed. Layers come in turn."""
-        self._tables.fetch_start(expert_start, foresees=self._foresees(layer))
+        self._tables.fetch_start(expert_start, rows.next_start)
         self._rows = rows
         if self._share is not None:
             self._share.fetch(rows)
