@@ -137,3 +137,9 @@ def test_a_tail_skip_that_is_left_on_is_found(options: EngineOptions) -> None:
             bench.run(run, partial(last_token_stepped, protocol))
             protocol.churn(1)
     assert bench.found[1].differing > 0
+
+
+def test_what_steps_do_for_canonical_reads_can_be_cut_out(tmp_path: Path) -> None:
+    cut_out(tmp_path)
+    for name in CHANGES:
+        compile((tmp_path / name).read_text(encoding="utf-8"), name, "exec")
