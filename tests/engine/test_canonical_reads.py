@@ -20,6 +20,7 @@ from benchmarks.canonical_protocol import (
     last_token_stepped,
 )
 from benchmarks.canonical_reads import SETTINGS, SLOTS_OF, SMALL_RULES, Bench, Facts
+from benchmarks.without_canonical import CHANGES, cut_out
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.experts.sizing import RingRules
 from strata_cli.engine.prefill.prompt_stream import StreamRules
