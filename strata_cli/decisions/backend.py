@@ -16,13 +16,12 @@ from strata_cli.decisions.lanes import LEAST_HEAD_TOKENS, LaneGroup, Lanes
 from strata_cli.decisions.path_reads import score_paths
 from strata_cli.decisions.paths import PathScores, TokenPath, ended
 from strata_cli.decisions.prompts import PromptTokenizer
-from strata_cli.decisions.reads import TokenCounts
+from strata_cli.decisions.reads import TokenCounts, check_room
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.model.prefixes import common_prefix, common_tokens
 from strata_cli.engine.prompt_cache import CacheRules
 from strata_cli.engine.reading import next_token_logprobs
 from strata_cli.engine.session import Session
-from strata_cli.errors import InputError
 
 RULES = CacheRules(prompt_cache_every=0, prompt_cache_root=0)
 """Prompts part behind their states, and there alone: a checkpoint amid one costs a pass."""
@@ -202,13 +201,8 @@ class EngineBackend:
         return encoded
 
     def _check_room(self, longest: int) -> None:
-        context = self._engine.context_tokens
-        if longest > context:
-            raise InputError(
-                f"state and question take {longest} tokens and do not fit the context of "
-                f"{context} tokens",
-                hint=_room_hint(self._engine),
-            )
+        engine = self._engine
+        check_room(longest, engine.context_tokens, engine.spec.context_tokens)
 
 
 def _side_by_side(
@@ -240,10 +234,3 @@ def _alike(prompts: Sequence[list[int]]) -> list[list[list[int]]]:
 def _logprobs(row: NDArray[np.float32], labels: Sequence[int]) -> NDArray[np.float64]:
     _, named = next_token_logprobs(row, 0, tuple(labels))
     return np.array([item.logprob for item in named], dtype=np.float64)
-
-
-def _room_hint(engine: Engine) -> str:
-    if engine.context_tokens < engine.spec.context_tokens:
-        most = engine.spec.context_tokens
-        return f"shorten the state, or raise --max-context, to {most} at most"
-    return "shorten the state"

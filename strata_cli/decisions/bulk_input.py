@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import orjson
-from anyjev.state import render_state
 
+from strata_cli.decisions.states import state_text
 from strata_cli.errors import InputError, quoted
 
 MOST_LINE_BYTES = 16 << 20
@@ -102,14 +102,14 @@ def parse_line(data: bytes | None) -> Entry:
 
 
 def _state(value: Any) -> str:
-    """A text as it is; a list of chat turns, or any other list or object, as AnyJev shows it."""
+    """A text as it is; a list of chat turns, or any other list or object, as over HTTP."""
     if value is None:
         raise InputError("state is missing", hint=LINE_HINT)
     if not isinstance(value, str | list | dict):
         raise InputError(
             f"state is neither text nor list nor object: {quoted(str(value))}", hint=LINE_HINT
         )
-    text = str(render_state(value))
+    text = state_text(value)
     if not text.strip():
         raise InputError("the state is empty", hint="give some text to decide about")
     return text

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from strata_cli.decisions.paths import PathScores
 from strata_cli.decisions.prompts import PromptTokenizer
+from strata_cli.errors import InputError
 
 
 class TokenCounts(NamedTuple):
@@ -28,6 +29,27 @@ class TokenCounts(NamedTuple):
         return TokenCounts(
             self.prompt_tokens - earlier.prompt_tokens, self.read_tokens - earlier.read_tokens
         )
+
+
+def check_room(longest: int, context: int, most: int, error: type[InputError] = InputError) -> None:
+    """Refuse a prompt that does not fit.
+
+    Args:
+        longest: tokens of the longest one.
+        context: tokens that fit.
+        most: tokens that would fit by the highest setting.
+        error: what to raise.
+
+    Raises:
+        InputError: with both numbers.
+    """
+    if longest <= context:
+        return
+    more = f", or raise --max-context, to {most} at most" if context < most else ""
+    raise error(
+        f"state and question take {longest} tokens and do not fit the context of {context} tokens",
+        hint=f"shorten the state{more}",
+    )
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from strata_cli.decisions.paths import END, PathScores, branching, ended, step, sum_paths
 from strata_cli.decisions.prompts import PromptTokenizer
-from strata_cli.decisions.reads import TokenCounts
+from strata_cli.decisions.reads import TokenCounts, check_room
 from strata_cli.engine.model.prefixes import common_prefix, common_tokens
 from strata_cli.errors import InputError
 from strata_cli.server.protocol import ModelFacts, Score, Scores
@@ -213,15 +213,8 @@ class DecisionBackend:
         return encoded
 
     def _check_room(self, longest: int) -> None:
-        context = self._facts.context_tokens
-        if longest > context:
-            most = self._facts.model_context_tokens
-            more = f", or raise --max-context, to {most} at most" if context < most else ""
-            raise ContextError(
-                f"state and question take {longest} tokens and do not fit the context of "
-                f"{context} tokens",
-                hint=f"shorten the state{more}",
-            )
+        facts = self._facts
+        check_room(longest, facts.context_tokens, facts.model_context_tokens, ContextError)
 
 
 def ends_of(token: int, end_ids: Sequence[int]) -> Sequence[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import random
 import subprocess
@@ -17,6 +18,7 @@ from strata_cli.decisions import bulk_input
 from strata_cli.decisions.bulk import BulkCounts
 from strata_cli.decisions.bulk_input import count_lines, parse_line, read_lines
 from strata_cli.decisions.bulk_output import BulkOutput
+from strata_cli.decisions.states import state_text
 from strata_cli.errors import InputError, StrataError
 from tests.decisions.stub_answers import JOB, answer_file
 
@@ -57,6 +59,9 @@ def test_states_are_texts_chats_or_objects() -> None:
     chat = b'{"state": [{"role": "user", "content": "hi"}, {"role": "bot", "content": "yo"}]}'
     assert parse_line(chat).state == "user: hi\nbot: yo"
     assert parse_line('{"state": {"a": "é"}}'.encode()).state == '{\n  "a": "é"\n}'
+    parts = [{"role": "user", "content": ["hi"]}]  # contents that are no text: one form everywhere
+    assert parse_line(json.dumps({"state": parts}).encode()).state == state_text(parts)
+    assert '"hi"' in state_text(parts)
 
 
 @pytest.mark.parametrize(
