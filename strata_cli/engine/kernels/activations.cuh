@@ -13,10 +13,16 @@ struct Gated {
     float divisor;
 };
 
+#ifndef ONE_COLUMN
+#define ONE_COLUMN 0  // 1: blocks have one row of x each
+#endif
+
 // The rows of x that a block multiplies, in the order of its columns.
 struct Columns {
     const int *source;  // the row of each; null: first, first + 1, ...
-    int first, count;
+    int first, given;
+
+    __device__ int count() const { return ONE_COLUMN ? 1 : given; }
 };
 
 // Eight activations of a row: at an aligned address and all there, or zeros beyond its end.
@@ -129,7 +135,7 @@ __device__ inline void store_two(uint4 *planes, int plane, int k, int column, in
 template <class... Kinds>
 __device__ inline void load_gated(uint4 *planes, const float *x, int cols, const Columns &columns,
                                   const Gated &gate, int warps) {
-    const int pairs = (cols + 31) / 32 * 16, count = columns.count, threads = 32 * warps;
+    const int pairs = (cols + 31) / 32 * 16, count = columns.count(), threads = 32 * warps;
     const auto load = [&](int i, float (&v)[2], float (&times)[2]) {
         if (i >= pairs * count) return;
         const int column = count == 1 ? 0 : i / pairs, k = 2 * (i - column * pairs);
@@ -160,7 +166,7 @@ __device__ inline void load_gated(uint4 *planes, const float *x, int cols, const
 template <int TOGETHER, class... Kinds>
 __device__ inline void load_octets(uint4 *planes, const float *x, int cols, const Columns &columns,
                                    int warps) {
-    const int lane = threadIdx.x & 31, count = columns.count;
+    const int lane = threadIdx.x & 31, count = columns.count();
     const int octets = (cols + 31) / 32 * 4;
     int column = threadIdx.x / 32, first = lane;
     const auto next = [&] {

@@ -420,8 +420,8 @@ def few_plan(
             own += (0, 0) if matrix is None else (matrix.rows, kinds.index(_kind(matrix)))
         cuts += [0] * (6 * (MOST_KINDS - len(kinds)))
     defines = tuple(dict.fromkeys(d for kind in kinds for d in defines_of(kind.qtype)))
-    if _has_together(matrices, shape):
-        defines += ("SLICES_TOGETHER=1",)
+    defines += ("ONE_COLUMN=1",) * (shape.columns == 1)
+    defines += ("SLICES_TOGETHER=1",) * _has_together(matrices, shape)
     return Plan(
         unit=Unit(FEW_SOURCE, f"{name}<{parameters}>", defines + way.defines),
         grid=(segments, num_blocks, 1),

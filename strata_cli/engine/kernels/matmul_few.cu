@@ -73,7 +73,7 @@ template <int ROWS, int MATRICES, class... Kinds>
 __device__ inline void add_slices(const Work<ROWS, MATRICES, Kinds...> &work, const float *sums,
                                   int set, const Team &team, const Columns &columns, int first,
                                   int apart, int tiles) {
-    const int values = ROWS * columns.count;
+    const int values = ROWS * columns.count();
 #pragma unroll 1
     for (int i = team.thread(); i < tiles * values; i += team.threads()) {
         const int place = i / values, rest = i - place * values;
@@ -82,7 +82,7 @@ __device__ inline void add_slices(const Work<ROWS, MATRICES, Kinds...> &work, co
         const Plan plan = work.plan_of(matrix.kind);
         const int n = (tile - matrix.first_tile) * plan.tile_rows + row;
         if (row >= plan.tile_rows || n >= matrix.rows) continue;
-        const float *part = sums + place * set + row * columns.count + column;
+        const float *part = sums + place * set + row * columns.count() + column;
         float total = 0.0f;
 #pragma unroll 5
         for (int slice = 0; slice < plan.slices; slice++) total += part[slice * values];
@@ -200,7 +200,7 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
                 const Cut cut = work.cut_of(kind);
                 with_kind<Kinds...>(kind, [&](auto as) {
                     multiply_stage<ROWS, decltype(as), Planes<Kinds...>>(
-                        shared, plan, cut, team, work.cols, columns.count, held, slot, part,
+                        shared, plan, cut, team, work.cols, columns.count(), held, slot, part,
                         sums + i * shared.set, book);
                 });
 #if BULK
@@ -308,7 +308,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
                            const float *x, const Gate &gate, uint4 *all_shared) {
     const int warps = blockDim.x / 32 - 1;  // all but the one that copies
     const Team team(work.layout);
-    const Shared<ROWS, Kinds...> shared(all_shared, work.layout, work.cols, columns.count,
+    const Shared<ROWS, Kinds...> shared(all_shared, work.layout, work.cols, columns.count(),
                                         work.most_slices(), team.count);
     if (threadIdx.x / 32 == warps) {
 #if BULK
