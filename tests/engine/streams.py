@@ -127,7 +127,6 @@ WAYS = {
     "likely": Way(is_likely=True),
     "foreseen": Way(is_likely=True, foresees=True),
     "foreseen, inline": Way(is_likely=True, foresees=True, stream={"has_thread": False}),
-    "foreseen, plain": Way(is_likely=True, foresees=True, stream={"skips_unrouted": False}),
     "foreseen and keep": Way(cache=60, least=10, ring=16, keep=30, is_likely=True, foresees=True),
     "foreseen, half pinned": Way(pinned=10, cache=79, least=0, is_likely=True, foresees=True),
     "keep": Way(cache=60, least=10, ring=16, keep=9),

@@ -12,7 +12,13 @@ from strata_cli.engine.device.base import Device, Tensor
 from strata_cli.engine.experts.depth import AutoDepth
 from strata_cli.engine.experts.entries import rank_experts
 from strata_cli.engine.experts.keeping import most_used
-from strata_cli.engine.experts.streaming import AHEAD, Blobs, ChunkStream, StreamOptions
+from strata_cli.engine.experts.streaming import (
+    AHEAD,
+    Blobs,
+    ChunkStream,
+    Outlook,
+    StreamOptions,
+)
 from strata_cli.errors import ConfigError, DeviceError, ShapeError, StateError
 from tests.experts.cases import FIXED
 from tests.experts.lab import Lab, large_case
@@ -137,7 +143,8 @@ def test_an_automatic_depth_goes_on_where_the_chunk_before_ended(lab: Lab) -> No
     ranking, learnt = rank_experts(lab.case.resident), AutoDepth(24)
     for depth, expected in ((0, "depth 24"), (7, "depth 7")):
         options = replace(OPTIONS, depth=depth)
-        stream = ChunkStream(ranking, lab.ring, Blobs(lab.layers), options, learnt=learnt)
+        outlook = Outlook(learnt=learnt)
+        stream = ChunkStream(ranking, lab.ring, Blobs(lab.layers), options, outlook=outlook)
         assert stream.report().endswith(expected)
 
 

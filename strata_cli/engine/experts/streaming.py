@@ -71,6 +71,26 @@ class Blobs:
     stager: StagedBlobs | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is known of a chunk before it begins. No result depends on it.
+
+    Attributes:
+        learnt: what earlier chunks found out about the depth that the link needs, for an automatic
+            depth; None: nothing.
+        num_likely: per layer, how many of the first entries will probably be routed; None: none.
+        foresees: the first layer alone is listed as the chunk begins, every other one by expect().
+            Not with a small ring.
+    """
+
+    learnt: AutoDepth | None = None
+    num_likely: Sequence[int] | None = None
+    foresees: bool = False
+
+
+UNKNOWN = Outlook()
+
+
 class StreamCounts(NamedTuple):
     """What a chunk's stream did.
 
@@ -108,11 +128,7 @@ class ChunkStream:
         options: see StreamOptions.
         kept: where blobs are kept for the next chunk; None: nowhere. What is kept already is
             resident in the ranking.
-        learnt: what earlier chunks found out about the depth that the link needs, for an
-            automatic depth; None: this chunk begins anew.
-        num_likely: per layer, how many of the first entries will probably be routed; None: none.
-        foresees: the first layer alone is listed now, every other one by expect(). Not with a
-            small ring.
+        outlook: see Outlook.
 
     Attributes:
         entries: the chunk's list. For a small ring it grows with publish().
@@ -130,16 +146,13 @@ class ChunkStream:
         blobs: Blobs,
         options: StreamOptions,
         kept: KeptBlobs | None = None,
-        learnt: AutoDepth | None = None,
-        num_likely: Sequence[int] | None = None,
-        *,
-        foresees: bool = False,
+        outlook: Outlook = UNKNOWN,
     ) -> None:
         is_small = ring.num_slots <= SMALL_RING_SLOTS
         skips = options.skips_unrouted and not is_small
         self._ranking, self._staged = ranking, blobs.needs_stager
-        self._num_likely = [*(num_likely or [0] * ranking.num_layers)]
-        self.foresees = foresees and not is_small and ranking.num_layers > 0
+        self._num_likely = [*(outlook.num_likely or [0] * ranking.num_layers)]
+        self.foresees = outlook.foresees and not is_small and ranking.num_layers > 0
         if is_small or self.foresees:
             self.entries = EntryList(ranking.num_layers)
             if self.foresees:
@@ -148,7 +161,7 @@ class ChunkStream:
             self.entries = list_entries(ranking, blobs.needs_stager)
         gate = Gate(ranking.num_layers, ranking.num_experts) if skips else None
         self._link = RingLink(ring, self.entries, blobs.layers, blobs.stager)
-        depth = _depth_rule(options.depth, learnt) if skips else None
+        depth = _depth_rule(options.depth, outlook.learnt) if skips else None
         ahead = options.ahead or options.depth or AHEAD
         rules = WalkRules(ring.num_slots, depth, options.together, ahead)
         self._walk = Walk(self.entries, self._link, rules, gate, self._num_likely)

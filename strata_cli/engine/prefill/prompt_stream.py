@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from strata_cli.engine.experts.store import ExpertStore
 from strata_cli.engine.experts.streaming import (
     SMALL_RING_SLOTS,
     ChunkStream,
+    Outlook,
     StreamCounts,
     StreamOptions,
 )
@@ -81,19 +81,6 @@ class Setting:
     reads: Stream
     store: ExpertStore
     trace: Trace = NO_TRACE
-
-
-class _Ranked(NamedTuple):
-    """How a chunk's experts are copied.
-
-    Attributes:
-        ranking: as far as it is known.
-        num_likely, foresees: see ChunkStream.
-    """
-
-    ranking: Ranking
-    num_likely: list[int] | None
-    foresees: bool
 
 
 class History:
@@ -264,38 +251,31 @@ class PromptStream:
         if self._kept is not None:
             resident = resident | self._kept.is_kept
             addresses = np.where(self._kept.is_kept, self._kept.addresses, addresses)
-        ranking, num_likely, foresees = self._ranked(num_tokens, resident, ring)
-        stream = ChunkStream(
-            ranking,
-            ring,
-            store.blobs,
-            self._rules.stream,
-            kept,
-            self._history.depth,
-            num_likely,
-            foresees=foresees,
-        )
+        ranking, outlook = self._expected(num_tokens, resident, ring)
+        stream = ChunkStream(ranking, ring, store.blobs, self._rules.stream, kept, outlook)
         with store.staging(stream.entries), stream, self._cancellation.stopping(stream.stop):
             share = None if is_short else self._share_of(num_tokens, ring)
-            leaning = self._history.leaning if foresees else None
+            leaning = self._history.leaning if stream.foresees else None
             yield StreamFeed(self._tables, stream, ranking, addresses, ring.shape, share, leaning)
             stream.finish()
         self._history.add(stream, num_tokens, is_typical=not is_short)
 
-    def _ranked(self, num_tokens: int, resident: NDArray[np.bool_], ring: Ring) -> _Ranked:
+    def _expected(
+        self, num_tokens: int, resident: NDArray[np.bool_], ring: Ring
+    ) -> tuple[Ranking, Outlook]:
         """In which order a chunk's experts are copied; link and device stand still meanwhile."""
-        rules = self._rules
+        rules, learnt = self._rules, self._history.depth
         if not rules.is_likely or ring.num_slots <= SMALL_RING_SLOTS:
-            return _Ranked(rank_experts(resident), None, foresees=False)
+            return rank_experts(resident), Outlook(learnt=learnt)
         num_likely = self._history.num_likely(num_tokens, ~resident)
         foresees = rules.foresees and rules.stream.skips_unrouted
         if not foresees or num_tokens >= LONG_CHUNK_TOKENS:
             ranking = rank_experts(resident, self._history.order())
-            return _Ranked(ranking, num_likely, foresees=False)
+            return ranking, Outlook(learnt=learnt, num_likely=num_likely)
         ranking = rank_experts(resident)
         if ranking.num_layers:
             ranking.reorder(0, self._history.leaning[0])  # the others in turn
-        return _Ranked(ranking, num_likely, foresees=True)
+        return ranking, Outlook(learnt=learnt, num_likely=num_likely, foresees=True)
 
     def _share_of(self, num_tokens: int, ring: Ring) -> HostShare | None:
         share = self._share
