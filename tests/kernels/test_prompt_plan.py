@@ -74,7 +74,7 @@ def test_warpgroups_take_fewer_tokens_where_all_multiprocessors_then_work() -> N
     for rows, cols, tokens, size, num_blocks in (
         (12288, 2560, 2048, 128, 132),
         (320, 10240, 4096, 96, 129),
-        (65, 2560, 4096, 32, 128),
+        (48, 2560, 4096, 32, 128),
     ):
         plan = warpgroup_plan(matrix_of(QuantType.Q8_0, rows, cols), tokens, gpu)
         assert plan.unit.function.endswith(f", {size}>")
@@ -87,7 +87,6 @@ def test_warpgroups_multiply_on_one_kind_of_gpu() -> None:
         gpu = GPUS["hopper"]._replace(capability=capability)
         assert has_warpgroup_plan(matrix, gpu) == (capability == (9, 0))
     assert not has_warpgroup_plan(matrix, Gpu(99 << 10, 132, (9, 0)))
-    assert not has_warpgroup_plan(matrix_of(QuantType.Q8_0, 48, 2560), GPUS["hopper"])
     with pytest.raises(DeviceError, match="Q8_0 product with 2560 columns does not fit"):
         warpgroup_plan(matrix, 4096, Gpu(99 << 10, 132, (9, 0)))
 

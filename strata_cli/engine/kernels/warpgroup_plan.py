@@ -18,7 +18,6 @@ from strata_cli.errors import DeviceError
 CAPABILITY = (9, 0)  # wgmma belongs to exactly this one
 TILE_ROWS = 128
 TILE_TOKENS = 128
-LEAST_ROWS = TILE_ROWS // 2  # with fewer, more than half of what is multiplied is not there
 TOKENS = (128, 96, 64, 32)  # that a function is compiled for; the first of equally good ones
 DECODING_TOKENS = 64  # as long as it takes to multiply so many, a tile takes in any case
 THREADS = 512
@@ -72,12 +71,8 @@ def _slots(matrix: Matrix, gpu: Gpu, experts: int) -> Slots | None:
 
 @lru_cache(maxsize=4096)
 def has_warpgroup_plan(matrix: Matrix, gpu: Gpu, experts: int = 0) -> bool:
-    """Whether the GPU has such products, room for them, and more rows to do than it lacks."""
-    return (
-        gpu.capability == CAPABILITY
-        and matrix.rows > LEAST_ROWS
-        and _slots(matrix, gpu, experts) is not None
-    )
+    """Whether the GPU has such products, and room for them."""
+    return gpu.capability == CAPABILITY and _slots(matrix, gpu, experts) is not None
 
 
 def _tile_tokens(
