@@ -151,7 +151,7 @@ def test_sequences_that_step_together_may_look_ahead(path: Path, device_name: st
 
 
 def test_a_step_reads_what_it_misses_from_slots(path: Path, device_name: str) -> None:
-    way = Way(cache=0, fetch=TOP_K)
+    way = Way(cache=0, fetch=TOP_K, ahead=0)
     with way.open(path, device_name) as engine, engine.sequence() as sequence:
         sequence.step(ANSWER[0])
         fetcher = engine._forward.fetcher
