@@ -10,27 +10,10 @@
 #define SLICES_TOGETHER 0  // 1: slices of short tiles are multiplied together
 #endif
 
-// Operands of the rows that tiles of eight do not have: whatever lies in some register, so that
-// none is moved; nobody reads these rows' sums.
-__device__ inline Octet anything() {
-    Octet any;
-#pragma unroll
-    for (int i = 0; i < 4; i++) asm("" : "=r"(any.pair[i]));
-    return any;
-}
-
-// Activations for a product, by lanes that have a column; what the others have is multiplied into
-// columns that nobody reads. A load by all would take four times as long.
-__device__ inline uint4 load_column(const uint4 *x, bool has_column) {
-    uint4 v;
-    asm("" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w));
-    if (has_column) v = *x;
-    return v;
-}
-
 template <int ROWS>
 __device__ inline void multiply_step(float (&sums)[4], const Octet (&w)[ROWS / 8], const uint4 &x) {
-    const Octet &low = w[0], high = ROWS == 16 ? w[ROWS / 8 - 1] : anything();
+    const Octet none = {{0, 0, 0, 0}};
+    const Octet &low = w[0], &high = ROWS == 16 ? w[ROWS / 8 - 1] : none;
     multiply(sums, low.pair[0], high.pair[0], low.pair[1], high.pair[1], x.x, x.y);
     multiply(sums, low.pair[2], high.pair[2], low.pair[3], high.pair[3], x.z, x.w);
 }
@@ -40,8 +23,9 @@ template <int ROWS>
 __device__ inline void multiply_split(float (&sums)[4], const Octet (&w)[ROWS / 8],
                                       const Octet (&rest)[ROWS / 8], const uint4 &x,
                                       const uint4 &x_rest) {
-    const Octet &wa = w[0], wb = ROWS == 16 ? w[ROWS / 8 - 1] : anything();
-    const Octet &ra = rest[0], rb = ROWS == 16 ? rest[ROWS / 8 - 1] : anything();
+    const Octet none = {{0, 0, 0, 0}};
+    const Octet &wa = w[0], &wb = ROWS == 16 ? w[ROWS / 8 - 1] : none;
+    const Octet &ra = rest[0], &rb = ROWS == 16 ? rest[ROWS / 8 - 1] : none;
     multiply(sums, wa.pair[0], wb.pair[0], wa.pair[1], wb.pair[1], x.x, x.y);
     multiply(sums, wa.pair[0], wb.pair[0], wa.pair[1], wb.pair[1], x_rest.x, x_rest.y);
     multiply(sums, ra.pair[0], rb.pair[0], ra.pair[1], rb.pair[1], x.x, x.y);
@@ -79,8 +63,7 @@ __device__ inline int row_place(const Cut &cut, int row) {
 // goes round few times, and its code is as cold as its weights.
 template <int ROWS, class Kind, class Book>
 __device__ inline void multiply_slice(float (&sums)[4], const Staged<Kind::ALIGN> (&rows)[ROWS / 8],
-                                      const uint4 *x, bool has_column, int rest, int steps,
-                                      int count, Book book) {
+                                      const uint4 *x, int rest, int steps, int count, Book book) {
     using R = typename Kind::R;
     constexpr int TYPE = Kind::TYPE, LANE = Kind::LANE, ALIGN = Kind::ALIGN;
     const int t = threadIdx.x & 3;
@@ -95,7 +78,7 @@ __device__ inline void multiply_slice(float (&sums)[4], const Staged<Kind::ALIGN
         for (int i = 0; i < R::STEPS; i++) {
             Octet w[ROWS / 8];
             const uint4 *own_x = x + (first + i) * count * 4;
-            const uint4 activations = load_column(own_x, has_column);
+            const uint4 activations = *own_x;
 #pragma unroll
             for (int half = 0; half < ROWS / 8; half++)
                 w[half] =
@@ -105,8 +88,7 @@ __device__ inline void multiply_slice(float (&sums)[4], const Staged<Kind::ALIGN
 #pragma unroll
                 for (int half = 0; half < ROWS / 8; half++)
                     rests[half] = rest_of(row[half], R::k_of(i, t) / 8, w[half]);
-                multiply_split<ROWS>(sums, w, rests, activations,
-                                     load_column(own_x + rest, has_column));
+                multiply_split<ROWS>(sums, w, rests, activations, own_x[rest]);
             } else {
                 multiply_step<ROWS>(sums, w, activations);
             }
@@ -167,10 +149,9 @@ __device__ inline void multiply_stage(const Shared &shared, const Plan &plan, co
         const int first_k = min(first + share.column, end - 1) * plan.slice;
         const int length = min(plan.slice, cols - first_k);
         const int at = (first_k / 32 * count + min(g, count - 1)) * 4 + t;
-        const bool has_column = g < max(count, share.slices);
         multiply_slice<ROWS, Own>(part_sums, rows, shared.planes + own * shared.plane + at,
-                                  has_column, (Places::REST - own) * shared.plane,
-                                  (length + 31) / 32, count, book);
+                                  (Places::REST - own) * shared.plane, (length + 31) / 32, count,
+                                  book);
         if (share.slices == 1)
             store_sums<ROWS>(sums + slice * ROWS * count, part_sums, count);
         else if (t == share.slice / 2 && first + share.slice < end)
