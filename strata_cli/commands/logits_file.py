@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from strata_cli.commands.interrupts import interrupts
 from strata_cli.errors import ConfigError, InputError, StrataError, path_text
+from strata_cli.output_files import Write, create, replace_file, temporary_path, write_in_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,19 @@ class LogitsFile:
         Raises:
             StrataError: it cannot be written.
         """
+        self.save_by(partial(_write, logits))
+
+    def save_by(self, write: Write) -> None:
+        """As save(), with what write puts into the file.
+
+        Raises:
+            StrataError: it cannot be written.
+        """
         try:
             if self.target is None:
-                with open(self.path, "wb", opener=_open_existing) as file:
-                    _write(file, logits)
+                write_in_place(self.path, write)
             else:
-                _replace(self.target, logits)
+                replace_file(self.target, write, interrupts.temporary_file)
         except OSError as error:
             raise StrataError(
                 f"cannot write {path_text(self.path)}: {error.strerror}",
@@ -158,39 +167,17 @@ def _target(path: str, status: os.stat_result | None) -> str | None:
             return None
     target = os.path.realpath(path)
     # Only an attempt tells: folders can refuse new files in more ways than their mode says.
-    temporary = _temporary_path(target)
+    temporary = temporary_path(target)
     with interrupts.temporary_file(temporary):
-        os.close(_create(temporary))
+        os.close(create(temporary))
     return target
-
-
-def _replace(target: str, logits: NDArray[np.float32]) -> None:
-    temporary = _temporary_path(target)
-    with interrupts.temporary_file(temporary):
-        with open(_create(temporary), "wb") as file:
-            with contextlib.suppress(OSError):  # nothing there yet, or a file system without modes
-                os.fchmod(file.fileno(), stat.S_IMODE(os.stat(target).st_mode))
-            _write(file, logits)
-        os.replace(temporary, target)
-
-
-def _temporary_path(target: str) -> str:
-    return os.path.join(os.path.dirname(target), f".strata-{os.urandom(8).hex()}.tmp")
-
-
-def _create(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-
-def _open_existing(path: str, _flags: int) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def _os_error(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
 
-def _write(file: BinaryIO, logits: NDArray[np.float32]) -> None:
+def _write(logits: NDArray[np.float32], file: BinaryIO) -> None:
     """As np.save does, which cannot write to a pipe and has no reason to tell for a full disk."""
     rows = np.ascontiguousarray(logits)
     header = np.lib.format.header_data_from_array_1_0(rows)

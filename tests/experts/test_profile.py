@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,16 +78,41 @@ def test_a_save_that_is_cut_off_leaves_the_old_file(
     path = tmp_path / "use.profile"
     save_profile(path, even_profile(model))
 
-    def half(file: Any, **arrays: Any) -> None:
+    def half(_data: bytes, file: Any) -> None:
         file.write(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(np, "savez", half)
+        patch.setattr("strata_cli.engine.experts.profile._put", half)
         with pytest.raises(KeyboardInterrupt):
             save_profile(path, some_profile(model))
     assert os.listdir(tmp_path) == ["use.profile"]
     assert (load_profile(path, model).use == 0).all()
+
+
+def test_a_link_stays_one_and_what_it_names_is_written(model: ModelFile, tmp_path: Path) -> None:
+    target, link = tmp_path / "use.profile", tmp_path / "link"
+    target.write_bytes(b"old")
+    target.chmod(0o640)
+    link.symlink_to(target.name)
+    save_profile(link, some_profile(model))
+    assert link.is_symlink()
+    assert (load_profile(target, model).use == some_profile(model).use).all()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+def test_a_pipe_stays_one_and_gets_the_profile(model: ModelFile, tmp_path: Path) -> None:
+    pipe, copy = tmp_path / "pipe", tmp_path / "copy"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        save_profile(pipe, some_profile(model))
+        copy.write_bytes(os.read(reader, 1 << 16))
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert sorted(os.listdir(tmp_path)) == ["copy", "pipe"]
+    assert (load_profile(copy, model).use == some_profile(model).use).all()
 
 
 def test_a_folder_that_is_not_there_is_named(model: ModelFile, tmp_path: Path) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.model.expected import EXPERT_DOWN
 from strata_cli.engine.model.tensors import ModelFile
 from strata_cli.errors import ConfigError, ShapeError, path_text
+from strata_cli.output_files import replace_file, target_of, write_in_place
 
 VERSION = 1
 _SPARE_BYTES = 1 << 16  # of a profile beside its numbers
@@ -99,7 +100,9 @@ def model_key(model: ModelFile) -> str:
 
 
 def save_profile(path: Path, profile: ExpertProfile) -> None:
-    """Write a profile. Whatever happens, the file is the old one or the new one, whole.
+    """Write a profile. Whatever happens, a regular file is the old one or the new one, whole.
+
+    Links are followed; a pipe or a device is written as it is.
 
     Raises:
         ConfigError: it cannot be written there.
@@ -114,17 +117,18 @@ def save_profile(path: Path, profile: ExpertProfile) -> None:
 
 
 def _write(path: Path, profile: ExpertProfile) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, version=VERSION, key=np.array(profile.key), use=profile.use)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    data = io.BytesIO()  # an archive is not written in order, as a pipe needs it
+    np.savez(data, version=VERSION, key=np.array(profile.key), use=profile.use)
+    name, write = os.fspath(path), partial(_put, data.getvalue())
+    target = target_of(name)
+    if target is None:
+        write_in_place(name, write)
+    else:
+        replace_file(target, write, is_durable=True)
+
+
+def _put(data: bytes, file: BinaryIO) -> None:
+    file.write(data)
 
 
 def load_profile(path: Path, model: ModelFile) -> ExpertProfile:
