@@ -11,7 +11,7 @@ import click
 import orjson
 
 from strata_cli.commands import trace_arms, trace_report
-from strata_cli.commands.logits_file import check_logits_file
+from strata_cli.commands.logits_file import LogitsFile, check_logits_file
 from strata_cli.commands.opening import (
     ENGINE_SETTINGS,
     SAMPLING_SETTINGS,
@@ -25,6 +25,7 @@ from strata_cli.commands.prompt import STDIN, PromptSource
 from strata_cli.commands.prompt_flags import prompt_options
 from strata_cli.commands.streams import require_stdout
 from strata_cli.commands.trace_arms import Arms
+from strata_cli.commands.whole_file import save_whole
 from strata_cli.config import StrataConfig, flag_of
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.measuring.perfetto import as_perfetto
@@ -32,7 +33,7 @@ from strata_cli.engine.measuring.summary import summarize
 from strata_cli.engine.measuring.timing import read_before
 from strata_cli.engine.reading import ReadRequest
 from strata_cli.engine.trace import Event, read_trace
-from strata_cli.errors import ConfigError, StrataError, path_text
+from strata_cli.errors import ConfigError
 from strata_cli.parsers import file_path, new_file_path, whole_number
 
 FILE, NEW_FILE = written(file_path), written(new_file_path)
@@ -61,7 +62,7 @@ IDENTITY_TOKENS = 64  # generated, where nothing else is asked for
 @click.option(
     "--ab",
     metavar="SWITCH[=OFF,ON]",
-    callback=lambda _context, _param, text: text and trace_arms.parse_switch(text),
+    callback=lambda _context, _param, text: None if text is None else trace_arms.parse_switch(text),
     help="Time a setting, off and on, in mirrored pairs of fresh engines.",
 )
 @click.option(
@@ -152,12 +153,13 @@ def trace(
         _refuse({"--repeat": repeat}, "has no effect with --identity")
     require_stdout()
     inputs = input_files(config, source, config_file_of(flags))
+    saved: LogitsFile | None = None
     if perfetto is not None:
         shown = {} if trace_file is None else {"trace": os.fspath(trace_file)}
-        check_logits_file("--perfetto", perfetto, inputs | shown)
+        saved = check_logits_file("--perfetto", perfetto, inputs | shown)
     if trace_file is not None:
         path = Path("/dev/stdin") if str(trace_file) == STDIN else trace_file
-        _show(read_trace(path), perfetto, every_layer=every_layer, is_json=is_json)
+        _show(read_trace(path), saved, every_layer=every_layer, is_json=is_json)
         return 0
     text_or_ids = source.read()
     will_chat = not raw and isinstance(text_or_ids, str)
@@ -178,7 +180,7 @@ def trace(
             request = request_of(engine, config)
             _read(engine, request, config.progress, events, warms_up=warm_up, reuse=reuse or 0)
         events.sort(key=lambda event: int(event["t_ns"]))
-        _show(events, perfetto, every_layer=every_layer, is_json=is_json)
+        _show(events, saved, every_layer=every_layer, is_json=is_json)
         return 0
     arms = Arms(flags, ab, request_of, will_chat, reuse or 0, inputs)
     if identity:
@@ -237,24 +239,16 @@ def _read(
         sequence.prefill(ids, progress=bar)
 
 
-def _show(events: list[Event], perfetto: str | None, *, every_layer: bool, is_json: bool) -> None:
+def _show(
+    events: list[Event], saved: LogitsFile | None, *, every_layer: bool, is_json: bool
+) -> None:
     run = summarize(events)
-    if perfetto is not None:
-        _save_perfetto(events, Path(perfetto))
+    if saved is not None:
+        save_whole(saved, orjson.dumps(as_perfetto(events)))
     if is_json:
         _echo_json(trace_report.as_json(run))
     else:
         click.echo(trace_report.as_text(run, events, every_layer=every_layer))
-
-
-def _save_perfetto(events: list[Event], path: Path) -> None:
-    try:
-        path.write_bytes(orjson.dumps(as_perfetto(events)))
-    except OSError as error:
-        raise StrataError(
-            f"cannot write {path_text(path)}: {error.strerror}",
-            hint="check the folder and its space",
-        ) from error
 
 
 def _time(arms: Arms, repeat: int, *, is_json: bool) -> int:

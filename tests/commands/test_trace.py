@@ -183,6 +183,7 @@ def test_perfetto_gets_a_file(
         (["hello", "--ab", "progress", "--perfetto", "p"], "--perfetto and --ab"),
         (["--from", "/missing/file"], "cannot read /missing/file"),
         (["hello", "--perfetto", "/missing/p"], "--perfetto: cannot write /missing/p"),
+        (["hello", "--ab", ""], "--ab: '' is not a setting"),
         (["hello", "--ab", "prefil=1,2"], "--ab: 'prefil' is not a setting"),
         (["hello", "--ab", "prefill"], "--ab prefill needs two values"),
         (["hello", "--ab", "prefill=x,2", "--device", "host"], "--prefill must be auto or"),
