@@ -437,6 +437,21 @@ def parser_of(spec: Field[Any]) -> Parser[Any]:
     return cast(Parser[Any], spec.metadata["parse"])
 
 
+def check_value(name: str, value: str, origin: str) -> None:
+    """Refuse a value that a field does not take.
+
+    Args:
+        name: of the field.
+        value: as a user wrote it.
+        origin: where, for the message.
+
+    Raises:
+        ConfigError: it does not parse or is out of range.
+    """
+    spec = next(spec for spec in fields(StrataConfig) if spec.name == name)
+    _parse(Given(origin, value), spec)
+
+
 def field_names() -> tuple[str, ...]:
     """Every setting, in the order in which the documentation shows them."""
     return tuple(spec.name for spec in fields(StrataConfig))

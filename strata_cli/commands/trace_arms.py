@@ -14,8 +14,8 @@ from strata_cli.commands.options import changed_config
 from strata_cli.config import (
     PREFIX,
     StrataConfig,
+    check_value,
     field_names,
-    flag_of,
     nearest,
     parser_of,
     variable_of,
@@ -106,7 +106,7 @@ def parse_switch(text: str) -> Switch:
     Without values the setting must take 0 and 1; with one, its default is the other.
 
     Raises:
-        ConfigError: there is no such setting, or no two values.
+        ConfigError: there is no such setting, or no two values, or it does not take one.
     """
     written, _, values = text.partition("=")
     name = written.removeprefix(PREFIX).removeprefix("--").replace("-", "_").lower()
@@ -121,12 +121,14 @@ def parse_switch(text: str) -> Switch:
     default = parse.show(specs[name].default)
     if values:
         off, comma, on = values.partition(",")
+        for value in (off, on) if comma else (off,):
+            check_value(name, value, f"--ab: {written}")
         return Switch(name, off, on) if comma else Switch(name, default, off)
     try:
         parse("0"), parse("1")
     except ValueError:
         raise ConfigError(
-            f"--ab {text} needs two values: {flag_of(name)} is {parse.expected}",
+            f"--ab {text} needs two values: {written} is {parse.expected}",
             hint=f"--ab {name}=OFF,ON, or --ab {name}=ON against the default, {default}",
         ) from None
     return Switch(name, "0", "1")

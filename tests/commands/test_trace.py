@@ -186,7 +186,11 @@ def test_perfetto_gets_a_file(
         (["hello", "--ab", ""], "--ab: '' is not a setting"),
         (["hello", "--ab", "prefil=1,2"], "--ab: 'prefil' is not a setting"),
         (["hello", "--ab", "prefill"], "--ab prefill needs two values"),
-        (["hello", "--ab", "prefill=x,2", "--device", "host"], "--prefill must be auto or"),
+        (["hello", "--ab", "prefill=x,2", "--device", "host"], "--ab: prefill must be auto or"),
+        (
+            ["hello", "--ab", "STRATA_PREFILL_ORDER=id,best"],
+            "--ab: STRATA_PREFILL_ORDER must be one of id, likely, foreseen, got 'best'",
+        ),
         (["hello", "--repeat", "0"], "--repeat must be a whole number from 1"),
         (["hello", "--repeat", "2"], "--repeat has no effect without --ab"),
         (["hello", "--max-tokens", "2"], "--max-tokens has no effect without --ab"),
