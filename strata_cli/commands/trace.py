@@ -149,6 +149,7 @@ def trace(
     else:
         _refuse({"--layers": every_layer or None}, "has no effect with --ab")
         _refuse({"--warm-up": warm_up or None}, "has no effect with --ab, where each arm warms up")
+        trace_arms.check_files(config, ab, identity=identity)
     if identity:
         _refuse({"--repeat": repeat}, "has no effect with --identity")
     require_stdout()

@@ -28,7 +28,7 @@ from strata_cli.engine.measuring.pairs import Comparison
 from strata_cli.engine.measuring.summary import summarize
 from strata_cli.engine.measuring.timing import compare_arms, read_before, time_reads
 from strata_cli.engine.reading import ReadRequest, read
-from strata_cli.engine.trace import Event
+from strata_cli.engine.trace import STDERR, Event
 from strata_cli.errors import ConfigError, quoted
 
 logger = logging.getLogger(__name__)
@@ -132,6 +132,35 @@ def parse_switch(text: str) -> Switch:
             hint=f"--ab {name}=OFF,ON, or --ab {name}=ON against the default, {default}",
         ) from None
     return Switch(name, "0", "1")
+
+
+def check_files(config: StrataConfig, switch: Switch, *, identity: bool) -> None:
+    """Refuse files that every arm would write anew, so that the last one's alone would stay.
+
+    The switch itself may be one: what writing the file costs can be timed.
+
+    Raises:
+        ConfigError: the settings name one.
+    """
+    is_dumped = config.prefill_dump_r is not None or switch.name == "prefill_dump_r"
+    if identity and is_dumped:
+        raise ConfigError(
+            "STRATA_PREFILL_DUMP_R has no effect with --identity, whose arms write dumps of "
+            "their own",
+            hint="leave it out, or write the dump with strata read",
+        )
+    named = {
+        "trace": config.trace not in ("", STDERR),
+        "prefill_dump_r": config.prefill_dump_r is not None,
+        "expert_profile_save": config.expert_profile_save is not None,
+    }
+    for name, is_named in named.items():
+        if is_named and name != switch.name:
+            raise ConfigError(
+                f"{variable_of(name)} and --ab cannot be used together: each arm would write the "
+                "file anew",
+                hint="leave it out, or run each setting by itself with strata read",
+            )
 
 
 def time_arms(arms: Arms, repeat: int) -> list[Comparison]:

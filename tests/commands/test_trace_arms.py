@@ -107,6 +107,41 @@ def test_chunks_pass_the_identity_check(
     assert len(prints[0]["dump_sha256"]) == 64
 
 
+@pytest.mark.parametrize("name", ["TRACE", "PREFILL_DUMP_R", "EXPERT_PROFILE_SAVE"])
+def test_a_file_that_each_arm_would_write_anew_is_refused(
+    name: str,
+    prompt: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(f"STRATA_{name}", str(tmp_path / "file"))
+    assert run(strata, [*prompt, "--ab", "prefill=8,16"]) == 2
+    assert f"STRATA_{name} and --ab cannot be used together" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dump_has_no_place_in_the_identity_check(
+    prompt: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dump = tmp_path / "dump"
+    assert run(strata, [*prompt, "--ab", f"prefill_dump_r={dump},{dump}", "--identity"]) == 2
+    monkeypatch.setenv("STRATA_PREFILL_DUMP_R", str(dump))
+    assert run(strata, [*prompt, "--ab", "prefill=8,16", "--identity"]) == 2
+    assert capsys.readouterr().err.count("arms write dumps of their own") == 2
+
+
+def test_the_cost_of_a_trace_can_be_timed(
+    prompt: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = arms_json(capsys, [*prompt, "--ab", f"trace=0,{tmp_path / 'file'}"])
+    assert result["measures"]
+    assert (tmp_path / "file").stat().st_size
+
+
 def test_a_switch_that_changes_the_reply_fails_the_identity_check(
     prompt: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
