@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import numpy as np
 
-from strata_cli.engine.device.base import Device, Stream, Tensor
+from strata_cli.engine.device.base import Device, Graph, Stream, Tensor
 from strata_cli.engine.device.transfer import download, upload
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.kernels import moe
@@ -54,9 +55,23 @@ def share_steps(options: EngineOptions, _top_k: int) -> EngineOptions:
 
 @contextmanager
 def _split(engine: Engine) -> Iterator[None]:
-    """One layer adds up a token's experts in two parts, cut as the pass's rows say."""
+    """One layer adds up a token's experts in two parts, cut as the pass's rows say.
+
+    Not in steps, which are recorded once and replayed: a recording has no room for the processor.
+    """
     combine, calls, num_layers = moe.combine, 0, engine.spec.num_layers
-    device = engine._device
+    device, compute = engine._device, engine._forward.stream
+    capture, is_recorded = compute.capture, False
+
+    @contextmanager
+    def noted() -> Iterator[Graph]:
+        nonlocal is_recorded
+        with capture() as graph:
+            is_recorded = True
+            try:
+                yield graph
+            finally:
+                is_recorded = False
 
     def split(
         stream: Stream,
@@ -70,14 +85,11 @@ def _split(engine: Engine) -> Iterator[None]:
         nonlocal calls
         combine(stream, expert_out, pair_of, weights, shared_out, shared_logit, out)
         calls += 1
-        if calls % num_layers == 1 and out.shape[0] > 1:
+        if calls % num_layers == 1 and out.shape[0] > 1 and not is_recorded:
             _sum_in_parts(device, stream, expert_out, pair_of, weights, out)
 
-    moe.combine = split
-    try:
+    with patch.object(moe, "combine", split), patch.object(compute, "capture", noted):
         yield
-    finally:
-        moe.combine = combine
 
 
 def _sum_in_parts(

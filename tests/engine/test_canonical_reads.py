@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from benchmarks.canonical_protocol import (
     compare,
     in_order,
     last_token_stepped,
+    side_by_side,
 )
 from benchmarks.canonical_reads import SETTINGS, SLOTS_OF, SMALL_RULES, Bench, Facts
 from benchmarks.without_canonical import CHANGES, cut_out
@@ -129,6 +131,15 @@ def test_sums_that_depend_on_the_pass_are_found(engine: Engine, first: Answers) 
     assert found.differing > 30, found.line()
     assert sum(found.kinds.values()) == found.differing
     assert "differ" in found.line()
+
+
+def test_sums_that_are_broken_leave_recorded_steps_alone(engine: Engine, first: Answers) -> None:
+    capture, few = engine._forward.stream.capture, asked_of(SPEC.vocab_size, SMALL_SIZES)[:3]
+    with Session(engine, SMALL_RULES) as session, BREAKS["split"].around(engine):
+        protocol = replace(protocol_of(session), asked=few)
+        found = compare("split", few, Answers(first.logits[:3]), side_by_side(protocol))
+    assert found.differing == 3
+    assert engine._forward.stream.capture == capture
 
 
 def test_a_tail_skip_that_is_left_on_is_found(options: EngineOptions) -> None:
