@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.engine import Sequence as EngineSequence
-from strata_cli.engine.forward.layers import Batch, Segment
+from strata_cli.engine.forward.batch import Batch, Segment
 from strata_cli.engine.forward.rows import advancing
 from strata_cli.engine.kernels.embed import embed_streams
 from tests.reference.qwen4exp import ModelPass
@@ -29,7 +29,7 @@ def read_in_the_open(engine: Engine, ids: list[int]) -> ModelPass:
         for layer, weights in enumerate(forward.weights.layers):
             forward.layer(layer, weights, batch, x)
             seen.residual.append(_fetch(engine, "x", num))
-            ids_of_layer = forward._expert_ids(layer, num)  # few rows keep every layer's
+            ids_of_layer = forward.expert_ids(layer, num)  # few rows keep every layer's
             seen.router_ids.append(download(engine._device, forward.stream, ids_of_layer))
             seen.router_weights.append(_fetch(engine, "expert_weights", num))
             if spec.index_ratio[layer]:

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from strata_cli.engine.engine import Engine, Part, Sequence
-from strata_cli.engine.forward.layers import Batch, Segment
+from strata_cli.engine.forward.batch import Batch, Segment
 from strata_cli.engine.forward.segments import segment_rows, wants_table
 from strata_cli.engine.forward.state import AttentionState, GdnState
 from strata_cli.engine.kernels import segments as kernels

@@ -22,7 +22,8 @@ from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, Sequence
 from strata_cli.engine.experts import waiting
 from strata_cli.engine.experts.streaming import ChunkStream
-from strata_cli.engine.forward.layers import Forward
+from strata_cli.engine.forward import mixture
+from strata_cli.engine.forward.on_stream import ModelOnStream
 from strata_cli.engine.prefill.feed import StreamTables
 from strata_cli.engine.trace import Event, Trace
 from strata_cli.errors import DeviceError, StallError, StateError
@@ -92,17 +93,17 @@ def test_what_the_next_layers_router_foretells_is_copied_first(
     """Of the values that a layer reads, the router of the layer behind it."""
     foretold: dict[int, NDArray[np.int64]] = {}
     expected: dict[int, NDArray[np.float32]] = {}
-    foretell, expect = Forward._foretell, ChunkStream.expect
+    foretell, expect = mixture.foretell, ChunkStream.expect
     way = Way(cache=0, is_likely=True, foresees=True)
 
-    def foretelling(forward: Forward, index: int, values: Tensor, room: Tensor) -> Tensor:
-        start = foretell(forward, index, values, room)
-        router = forward.weights.layers[index].moe.router
+    def foretelling(model: ModelOnStream, index: int, values: Tensor, room: Tensor) -> Tensor:
+        start = foretell(model, index, values, room)
+        router = model.weights.layers[index].moe.router
         matrix, read = (
-            download(opened._device, forward.stream, tensor) for tensor in (router.data, values)
+            download(opened._device, model.stream, tensor) for tensor in (router.data, values)
         )
         logits = read @ matrix.view(np.float32).reshape(router.rows, router.cols).T
-        chosen = np.argsort(-logits, axis=1)[:, : forward.spec.num_experts_per_tok]
+        chosen = np.argsort(-logits, axis=1)[:, : model.spec.num_experts_per_tok]
         foretold[index] = np.bincount(chosen.reshape(-1), minlength=NUM_EXPERTS)
         return start
 
@@ -111,7 +112,7 @@ def test_what_the_next_layers_router_foretells_is_copied_first(
         expect(stream, layer, scores, num_likely)
 
     with way.open(separate, device_name) as opened, opened.sequence() as sequence:
-        monkeypatch.setattr(Forward, "_foretell", foretelling)
+        monkeypatch.setattr(mixture, "foretell", foretelling)
         monkeypatch.setattr(ChunkStream, "expect", expecting)
         sequence.prefill(TURNS[0][:STREAM_MIN])
     assert list(foretold) == list(expected) == [1, 2, 3]

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Device, Tensor
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.forward.batch import Batch
 from strata_cli.engine.forward.feeding import ExpertFeed
-from strata_cli.engine.forward.layers import Batch, Forward
+from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.weights import LayerWeights
 from strata_cli.errors import InputError
 from tools.synth.prompts import random_prompt, zipf_prompt
@@ -107,7 +108,7 @@ class _WatchingForward(Forward):
     ) -> None:
         """Enqueue one layer, wait for it, and note its routing."""
         Forward.layer(self, index, layer, batch, x, feed)
-        ids = self._expert_ids(index, batch.num_tokens)
+        ids = self.expert_ids(index, batch.num_tokens)
         self.choices.setdefault(index, []).append(download(self.device, self.stream, ids))
 
 

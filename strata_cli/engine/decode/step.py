@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.decode.residency import Residency
 from strata_cli.engine.device.base import Buffer, Graph, Tensor
+from strata_cli.engine.forward.batch import Batch, Segment
 from strata_cli.engine.forward.feeding import ExpertFeed
-from strata_cli.engine.forward.layers import Batch, Forward, Segment
+from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.rows import RowPort, advancing, positions_of
 from strata_cli.engine.forward.segments import segment_rows, wants_table
 from strata_cli.engine.forward.state import SequenceState

@@ -14,6 +14,7 @@ from strata_cli.engine.device.paper import PaperDevice
 from strata_cli.engine.experts.blobs import blob_layouts
 from strata_cli.engine.experts.placing import ExpertHome, Stores
 from strata_cli.engine.experts.resident import ExpertMatrices, blob_experts
+from strata_cli.engine.forward.batch import Batch, Segment
 from strata_cli.engine.forward.feeding import (
     ExpertGroup,
     PairRows,
@@ -22,7 +23,7 @@ from strata_cli.engine.forward.feeding import (
     Split,
 )
 from strata_cli.engine.forward.fetching import Fetcher, FetchSizes
-from strata_cli.engine.forward.layers import Batch, Forward, Segment
+from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.placing import Placement, place_weights
 from strata_cli.engine.forward.state import SequenceState, new_state
 from strata_cli.engine.forward.workspace import Workspace

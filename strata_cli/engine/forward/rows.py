@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Event, Stream, Tensor
-from strata_cli.engine.forward.layers import Batch, Segment
+from strata_cli.engine.forward.batch import Batch, Segment
 from strata_cli.engine.forward.state import SequenceState
 from strata_cli.engine.forward.workspace import Workspace
 

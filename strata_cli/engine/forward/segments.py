@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Stream
-from strata_cli.engine.forward.layers import Batch, Segment
+from strata_cli.engine.forward.batch import Batch, Segment
 from strata_cli.engine.forward.workspace import Workspace
 from strata_cli.engine.kernels.segments import SEGMENT_WORDS
 from strata_cli.engine.model.spec import ModelSpec

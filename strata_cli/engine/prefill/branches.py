@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.cancelling import NEVER, Cancellation
+from strata_cli.engine.forward.batch import Batch, Segment
 from strata_cli.engine.forward.branch import BranchRoom
-from strata_cli.engine.forward.layers import Batch, Forward, Segment
+from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState
 from strata_cli.engine.prefill.chunks import all_rows, enqueue_pass, prefill, streaming

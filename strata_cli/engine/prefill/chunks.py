@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.cancelling import NEVER, Cancellation
-from strata_cli.engine.forward.layers import Batch, Forward
+from strata_cli.engine.forward.batch import Batch
+from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.rows import RowPort, advancing, positions_of, single
 from strata_cli.engine.forward.segments import segment_rows, wants_table
 from strata_cli.engine.forward.state import SequenceState

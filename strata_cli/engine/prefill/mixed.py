@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.device.base import Tensor
-from strata_cli.engine.forward.layers import Batch, Forward, Segment
+from strata_cli.engine.forward.batch import Batch, Segment
+from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.rows import RowPort, advancing
 from strata_cli.engine.forward.state import SequenceState
 from strata_cli.engine.prefill.chunks import enqueue_pass, streaming

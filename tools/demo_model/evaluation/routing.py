@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine
-from strata_cli.engine.forward.layers import Batch
+from strata_cli.engine.forward.batch import Batch
 from strata_cli.engine.forward.rows import advancing, single
 from strata_cli.engine.kernels.embed import embed_streams
 from tools.demo_model.evaluation.decisions import turn_ids

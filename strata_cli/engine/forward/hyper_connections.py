@@ -1,0 +1,98 @@
+"""Reads from the residual streams, and writes to them, as launches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from strata_cli.engine.device.base import Tensor
+from strata_cli.engine.forward.on_stream import ModelOnStream
+from strata_cli.engine.forward.weights import ReadWeights
+from strata_cli.engine.kernels import hyper, moe
+from strata_cli.engine.kernels.combine_write import (
+    can_write_few,
+    combine_write_norm,
+    write_norm_few,
+)
+from strata_cli.engine.kernels.inject import can_mix_inject, inject_parts, stream_mix_inject
+from strata_cli.engine.kernels.matmul import matmul
+from strata_cli.engine.kernels.matmul_gated import can_gate, matmul_silu
+from strata_cli.engine.kernels.matmul_several import Product, matmul_several
+
+
+class LayerInput(NamedTuple):
+    """What a mixer or the experts read, float32 [T, D], perhaps also f16; inject for the write."""
+
+    values: Tensor
+    rounded: Tensor | None
+    inject: Tensor
+
+
+def read_streams(
+    model: ModelOnStream, weights: ReadWeights, x: Tensor, *, is_normed: bool
+) -> LayerInput:
+    """Enqueue the mix that a layer part reads of streams x [T, S, D], and its write's weights.
+
+    Args:
+        model: on its stream.
+        weights: of the read.
+        x: the streams.
+        is_normed: the workspace holds their norm already.
+    """
+    take, num, stream = model.workspace.take, x.shape[0], model.stream
+    normed, low, gate = take("normed", num), take("low", num), take("stream_gate", num)
+    y, inject = take("y", num), take("inject", num)
+    rounded = model.room_for_rounded(normed)
+    if not is_normed:
+        hyper.stream_norm(stream, x, weights.norm, model.spec.rms_eps, normed, rounded)
+    products = [Product(weights.down, low)]
+    is_beside = weights.inject is not None and can_mix_inject(stream, normed, weights.inject)
+    if weights.inject is not None and not is_beside:
+        products.append(Product(weights.inject, inject))
+    matmul_several(stream, normed, products, rounded, model.workspace.take_all("stream_gate"))
+    if can_gate(stream, x.shape[0]):
+        matmul_silu(stream, low, model.spec.num_streams, weights.up, gate)
+    else:
+        hyper.lowrank_silu(stream, low, model.spec.num_streams)
+        matmul(stream, low, weights.up, gate, model.rounded(low))
+    rounded = model.room_for_rounded(y)
+    if is_beside:
+        assert weights.inject is not None
+        shape = (inject_parts(normed.shape[1]), num, weights.inject.rows)
+        inject = model.workspace.take_shaped("inject_parts", *shape)
+        stream_mix_inject(stream, gate, normed, y, weights.inject, inject)
+    else:
+        hyper.stream_mix(stream, gate, normed, y, rounded)
+    return LayerInput(y, rounded, inject)
+
+
+def write_streams(
+    model: ModelOnStream, x: Tensor, out: Tensor, inject: Tensor, norm: Tensor | None
+) -> None:
+    """Enqueue a layer's write to the streams, and the norm of the read that follows at once."""
+    if norm is None:
+        hyper.stream_write(model.stream, x, out, inject)
+        return
+    normed = model.workspace.take("normed", x.shape[0])
+    rounded, eps = model.room_for_rounded(normed), model.spec.rms_eps
+    if can_write_few(model.stream, x, inject, norm):
+        write_norm_few(model.stream, x, out, inject, norm, eps, normed)
+        return
+    hyper.stream_write_norm(model.stream, x, out, inject, norm, eps, normed, rounded)
+
+
+def write_experts(
+    model: ModelOnStream,
+    x: Tensor,
+    combined: moe.CombineOperands,
+    inject: Tensor,
+    norm: Tensor | None,
+) -> None:
+    """Enqueue the sum of a layer's experts, and its write to the streams."""
+    num, stream = x.shape[0], model.stream
+    if norm is not None and can_write_few(stream, x, inject, norm):
+        normed, eps = model.workspace.take("normed", num), model.spec.rms_eps
+        combine_write_norm(stream, combined, x, inject, norm, eps, normed)
+        return
+    out = model.workspace.take("out", num)
+    moe.combine(stream, *combined, out)
+    write_streams(model, x, out, inject, norm)

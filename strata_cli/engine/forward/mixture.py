@@ -1,0 +1,214 @@
+"""A layer's experts as launches: routed and shared ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from strata_cli.engine.device.base import Tensor
+from strata_cli.engine.experts.resident import ExpertMatrices
+from strata_cli.engine.forward.feeding import ExpertFeed, ExpertGroup, PairRows, Split
+from strata_cli.engine.forward.fetching import Fetcher
+from strata_cli.engine.forward.hyper_connections import LayerInput
+from strata_cli.engine.forward.on_stream import ModelOnStream
+from strata_cli.engine.forward.weights import MoeWeights
+from strata_cli.engine.kernels import moe
+from strata_cli.engine.kernels.choice import FEW_TOKENS
+from strata_cli.engine.kernels.mailbox import post_pairs, take_rows
+from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
+from strata_cli.engine.kernels.matmul_gated import (
+    can_gate,
+    can_gate_pairs,
+    can_route_beside,
+    grouped_matmul_swiglu,
+    matmul_swiglu,
+    matmul_swiglu_route,
+)
+from strata_cli.engine.kernels.matmul_several import (
+    Experts,
+    Product,
+    can_launch_together,
+    grouped_matmul_pair,
+    matmul_several,
+)
+from strata_cli.engine.kernels.splitting import clear_rows, split_pairs
+from strata_cli.engine.kernels.weight import Weight
+
+
+def mix_experts(
+    model: ModelOnStream,
+    index: int,
+    weights: MoeWeights,
+    read: LayerInput,
+    feed: ExpertFeed,
+    *,
+    is_recorded: bool,
+) -> moe.CombineOperands:
+    """Enqueue a layer's experts. What does not depend on the routing fills the wait for it."""
+    take, num, stream = model.workspace.take, read.values.shape[0], model.stream
+    experts, rank_of, split, foretells = feed.experts(index)
+    is_few = num <= FEW_TOKENS
+    fetcher = model.fetcher if is_few and rank_of is None else None
+    ahead = fetcher if is_recorded and fetcher and fetcher.looks_ahead(num) else None
+    router = take("router", num) if ahead is None else ahead.router_logits(index, num)
+    ids = model.expert_ids(index, num)
+    places, start = take("expert_weights", num), take("expert_start", model.spec.num_experts + 1)
+    row_of = take("row_of", num * model.spec.num_experts_per_tok)
+    pair_of = take("pair_of", num)
+    shared_logit = take("shared_logit", num)
+    gate, up = take("shared_gate", num), take("shared_up", num)
+    products = (
+        *(Product(weights.router, router), Product(weights.shared_logit, shared_logit)),
+        *(Product(weights.shared_gate, gate), Product(weights.shared_up, up)),
+    )
+    is_together = is_few or can_launch_together(stream, products, num)
+    if is_together:  # for little more than the router takes
+        foreseen = () if ahead is None else _foreseen(model, ahead, index, num)
+        matmul_several(stream, read.values, (*products, *foreseen), read.rounded)
+    else:
+        matmul(stream, read.values, weights.router, router)
+    shared_out, shared_down = take("shared_out", num), weights.shared_down
+    routing = moe.RouteOperands(router, ids, places, start, row_of, pair_of)
+    is_plain = split is None and rank_of is None
+    if is_beside := is_plain and can_route_beside(stream, shared_down, routing):
+        matmul_swiglu_route(stream, gate, up, shared_down, shared_out, routing)
+    elif split is None:
+        ranked = None if rank_of is None else moe.Ranked(rank_of, take("expert_ranks", num))
+        moe.route_in_order(stream, router, ids, places, start, row_of, pair_of, ranked)
+    else:
+        moe.route(stream, router, ids, places)
+        start = _share_out(model, experts, split, ids, row_of, pair_of)
+        if split.mailbox is not None:
+            post_pairs(stream, index, ids, pair_of, start, read.values, split.mailbox)
+    expert_out = take("expert_out", row_of.shape[0])
+    next_start = foretell(model, index + 1, read.values, expert_out) if foretells else None
+    feed.publish(index, start, PairRows(read.values, row_of, expert_out, next_start))
+    if fetcher is not None:
+        tokens = None if ahead is None else num
+        experts = fetcher.fetch(index, start, tokens)
+    if not is_together:
+        matmul_several(stream, read.values, products[1:], read.rounded)
+    if not is_beside:
+        _shared(model, gate, up, shared_down, shared_out)
+    for group in feed.groups(index):
+        _routed(model, experts, read, row_of, start, group)
+    if split is not None:
+        _take_the_others(model, index, split, start, expert_out)
+    return moe.CombineOperands(expert_out, pair_of, places, shared_out, shared_logit)
+
+
+def foretell(model: ModelOnStream, index: int, values: Tensor, room: Tensor) -> Tensor:
+    """Enqueue how a layer would route what the layer before it reads.
+
+    Args:
+        model: on its stream.
+        index: of the layer.
+        values: what the one before reads.
+        room: float32 [pairs, D], used up.
+
+    Returns:
+        the expert_start of order_by_expert, int32 [E + 1], in the room.
+    """
+    stream, num, num_pairs = model.stream, values.shape[0], room.shape[0]
+    logits, shape = model.workspace.take("router", num), (num, model.spec.num_experts_per_tok)
+    ids, places, row_of, pair_of, start = (  # ids first, aligned whatever the number of pairs
+        Tensor.over(room.buffer, size, kind, room.offset_bytes + 4 * part * num_pairs)
+        for part, (size, kind) in enumerate(
+            (
+                (shape, np.int32),
+                (shape, np.float32),
+                ((num_pairs,), np.int32),
+                (shape, np.int32),
+                ((model.spec.num_experts + 1,), np.int32),
+            )
+        )
+    )
+    matmul(stream, values, model.weights.layers[index].moe.router, logits)
+    moe.route_in_order(stream, logits, ids, places, start, row_of, pair_of)
+    return start
+
+
+def _foreseen(
+    model: ModelOnStream, ahead: Fetcher, index: int, num_tokens: int
+) -> tuple[Product, ...]:
+    """What the next layer's router makes of this layer's input, as far as there is one."""
+    logits = ahead.foreseen_logits(index, num_tokens)
+    if logits is None:
+        return ()
+    return (Product(model.weights.layers[index + 1].moe.router, logits),)
+
+
+def _shared(model: ModelOnStream, gate: Tensor, up: Tensor, down: Weight, out: Tensor) -> None:
+    """Enqueue the shared expert's last product; gate and up are used up."""
+    stream = model.stream
+    if can_gate(stream, gate.shape[0]):
+        matmul_swiglu(stream, gate, up, down, out)
+        return
+    moe.swiglu(stream, gate, up, gate)
+    matmul(stream, gate, down, out, model.rounded_over(up, gate, 0))
+
+
+def _share_out(
+    model: ModelOnStream,
+    experts: ExpertMatrices,
+    split: Split,
+    ids: Tensor,
+    row_of: Tensor,
+    pair_of: Tensor,
+) -> Tensor:
+    """Enqueue the order of a layer's pairs by who computes them.
+
+    Returns:
+        expert_start, with those of the host's processor and those left out at its end.
+    """
+    take, blobs = model.workspace.take, experts.gate.blobs
+    ranks, start = take("expert_ranks", ids.shape[0]), model.workspace.take_all("expert_start")
+    share, least_dropped = split.link_share, split.least_dropped
+    split_pairs(model.stream, ids, blobs, share, split.slots, least_dropped, ranks)
+    moe.order_by_expert(model.stream, ranks, start, row_of, pair_of)
+    return start
+
+
+def _take_the_others(
+    model: ModelOnStream, index: int, split: Split, start: Tensor, expert_out: Tensor
+) -> None:
+    """Enqueue the rows of the pairs that the device does not compute."""
+    if split.mailbox is None:
+        clear_rows(model.stream, start.rows(start.size - 2, start.size), expert_out)
+        return
+    box, patience_ns = split.mailbox, split.patience_ns
+    take_rows(model.stream, index, start, box, patience_ns, expert_out)
+
+
+def _routed(
+    model: ModelOnStream,
+    experts: ExpertMatrices,
+    read: LayerInput,
+    row_of: Tensor,
+    start: Tensor,
+    group: ExpertGroup,
+) -> None:
+    """Enqueue the products of a group of experts: their pairs' rows of expert_out."""
+    stream, pairs, ranks = model.stream, row_of.shape[0], group.ranks
+    first, stop, num_pairs = group.pairs.start, group.pairs.stop, len(group.pairs)
+    start = start.rows(ranks.start, ranks.stop + 1)
+    gate, up = (
+        model.workspace.take_shaped(name, pairs, matrix.layout.rows)
+        for name, matrix in (("expert_gate", experts.gate), ("expert_up", experts.up))
+    )
+    both = [
+        Experts(matrix.blobs.rows(ranks.start, ranks.stop), matrix.layout, out)
+        for matrix, out in ((experts.gate, gate), (experts.up, up))
+    ]
+    x, rounded = read.values, read.rounded
+    grouped_matmul_pair(stream, x, both[0], both[1], row_of, start, rounded, num_pairs)
+    in_order, down = model.workspace.numbers(pairs), experts.down
+    blobs, layout = down.blobs.rows(ranks.start, ranks.stop), down.layout
+    out = model.workspace.take("expert_out", pairs)
+    if can_gate_pairs(stream, num_pairs, len(ranks)):
+        products = Experts(blobs, layout, out)
+        grouped_matmul_swiglu(stream, gate, up, products, in_order, start, num_pairs)
+        return
+    own = gate.rows(first, stop)
+    moe.swiglu(stream, own, up.rows(first, stop), own)
+    rounded = model.rounded_over(up, own, first)
+    grouped_matmul(stream, gate, blobs, layout, in_order, start, out, rounded, num_pairs)
