@@ -37,7 +37,8 @@ def routed_experts(engine: Engine, ids: list[int]) -> list[NDArray[np.int32]]:
         embed_streams(forward.stream, take("ids", len(ids)), forward.weights.embed, x)
         for number, layer in enumerate(forward.weights.layers):
             forward.layer(number, layer, batch, x)
-            chosen.append(download(engine._device, forward.stream, take("expert_ids", len(ids))))
+            experts = forward.expert_ids(number, len(ids))  # few rows keep every layer's
+            chosen.append(download(engine._device, forward.stream, experts))
     return chosen
 
 
