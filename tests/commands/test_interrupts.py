@@ -87,7 +87,7 @@ def test_the_imports_that_are_interrupted_happen() -> None:
         start(AT_IMPORT.format(name="numpy", action="raise MemoryError('seen')"))
     )
     assert code == 1
-    assert "MemoryError: seen" in error
+    assert "the host's memory ran out: seen" in error
 
 
 def test_a_crowd_of_interrupts_ends_the_run_once_and_lets_it_clean_up() -> None:
