@@ -10,6 +10,7 @@ import orjson
 
 from strata_cli.decisions.states import state_text
 from strata_cli.errors import InputError, quoted
+from strata_cli.json_objects import RepeatedKeyError, check_keys
 
 MOST_LINE_BYTES = 16 << 20
 LINE_HINT = 'each line is one object: {"state": "..."}'
@@ -94,7 +95,12 @@ def parse_line(data: bytes | None) -> Entry:
         raise InputError("the line is empty", hint=LINE_HINT)
     try:
         fields = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
+        check_keys(data)
+    except RecursionError:
+        raise InputError("nested too deeply", hint=LINE_HINT) from None
+    except RepeatedKeyError as error:
+        raise InputError(f"the key {error}", hint="name it once") from None
+    except ValueError as error:
         raise InputError(f"not valid JSON: {error}", hint=LINE_HINT) from None
     if not isinstance(fields, dict):
         raise InputError("not an object", hint=LINE_HINT)

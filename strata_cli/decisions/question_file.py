@@ -7,14 +7,16 @@ A question has "question", its text, and its answers: "options" with or without 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from strata_cli.decisions.questions import Question, choice, levels, scale, yes_no
 from strata_cli.errors import ConfigError, InputError, quoted
+from strata_cli.json_objects import distinct_keys
 
 HINT = 'for example {"lang": {"question": "Which language?", "options": ["C", "Rust"]}}'
 ANSWERS = ("options", "yes_no", "levels", "scale")
+KEYS = ("question", *ANSWERS, "bins", "by_text")
 
 
 def parse_questions(data: bytes, origin: str) -> list[Question]:
@@ -69,8 +71,8 @@ def _typed_question(id: str, entry: dict[Any, Any]) -> Question:
 def _answers(entry: dict[Any, Any]) -> str:
     """The key that says what can be answered."""
     for key in entry:
-        if key not in ("question", "bins", "by_text", *ANSWERS):
-            raise InputError(f"unknown key {quoted(str(key))}", hint=f"known: {', '.join(ANSWERS)}")
+        if key not in KEYS:
+            raise InputError(f"unknown key {quoted(str(key))}", hint=f"known: {', '.join(KEYS)}")
     given = [key for key in ANSWERS if key in entry]
     if len(given) != 1:
         found = " and ".join(given) or "none"
@@ -129,17 +131,7 @@ def _parse(data: bytes, origin: str, load: Callable[[str], Any]) -> Any:
 
 
 def _load_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_distinct, parse_constant=_refuse)
-
-
-def _distinct(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """An object, or ValueError where a key is there twice: the earlier would be lost."""
-    result: dict[Any, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"{quoted(str(key))} is there twice")
-        result[key] = value
-    return result
+    return json.loads(text, object_pairs_hook=distinct_keys, parse_constant=_refuse)
 
 
 def _refuse(word: str) -> Any:
@@ -163,7 +155,7 @@ def _load_yaml(text: str) -> Any:
         values = [loader.construct_object(value, deep=True) for _, value in node.value]
         if not all(isinstance(key, str | int | float | bool | None) for key in keys):
             raise ValueError("a key is a list or an object")
-        return _distinct(zip(keys, values, strict=True))
+        return distinct_keys(zip(keys, values, strict=True))
 
     Loader.add_constructor("tag:yaml.org,2002:map", construct)
     try:

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 from starlette.requests import Request
 
+from strata_cli.json_objects import RepeatedKeyError, check_keys
 from strata_cli.parsers import show_bytes
 from strata_cli.server.encodings import TooMuch, decoded
 from strata_cli.server.failures import (
@@ -25,7 +26,8 @@ async def read_json(request: Request, limits: Limits) -> object:
     """The JSON value of a body.
 
     Raises:
-        RequestFailed: see read_body(); 400, it is not JSON.
+        RequestFailed: see read_body(); 400, it is not JSON, or an object of it has a key
+            twice.
         ClientDisconnect: the client went away.
     """
     return _decode(await read_body(request, limits))
@@ -104,8 +106,12 @@ def _decompressed(data: bytes, encoding: str, max_bytes: int) -> bytes:
 
 def _decode(data: bytes) -> object:
     try:
-        return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        value = msgspec.json.decode(data)
+        check_keys(data)
+        return value
+    except RepeatedKeyError as error:
+        raise bad_request(f"the key {error}; try: name it once", code="duplicate_key") from None
+    except (msgspec.DecodeError, ValueError) as error:
         raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply", code="invalid_json") from None

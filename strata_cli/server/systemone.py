@@ -14,6 +14,7 @@ from starlette.responses import Response
 from strata_cli.decisions.answers import Decision
 from strata_cli.decisions.questions import MOST_LEVELS, MOST_OPTIONS, Question, yes_no
 from strata_cli.decisions.states import state_text
+from strata_cli.json_objects import RepeatedKeyError, distinct_keys
 from strata_cli.server.body import read_body
 from strata_cli.server.decision_backend import ContextError
 from strata_cli.server.decision_forms import (
@@ -229,7 +230,9 @@ def _object(data: bytes) -> dict[str, Any]:
     """
     try:
         msgspec.json.decode(data)  # strict, which json is not
-        body = json.loads(data, object_pairs_hook=_unique)
+        body = json.loads(data, object_pairs_hook=distinct_keys)
+    except RepeatedKeyError as error:
+        raise Invalid((), f"the key {error}", "duplicate_key") from None
     except (msgspec.DecodeError, ValueError) as error:
         raise Invalid((), f"not valid JSON: {error}", "json_invalid") from None
     except RecursionError:
@@ -237,15 +240,6 @@ def _object(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Invalid((), "must be a JSON object", "dict_type")
     return body
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    known = dict(pairs)
-    if len(known) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in known if keys.count(key) > 1)
-        raise Invalid((), f"the key {json.dumps(twice)[:80]} occurs twice", "duplicate_key")
-    return known
 
 
 def _parse(body: Mapping[str, Any]) -> SystemOneRequest:

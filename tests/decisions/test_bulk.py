@@ -71,6 +71,7 @@ def test_states_are_texts_chats_or_objects() -> None:
         (b"{", "not valid JSON"),
         (b'{"state": "\xff"}', "not valid JSON"),
         (b"[1]", "not an object"),
+        (b'{"state": "x", "state": "x"}', "the key 'state' is there twice"),
         (b"{}", "state is missing"),
         (b'{"state": null}', "state is missing"),
         (b'{"state": 3}', "state is neither text nor list nor object: '3'"),

@@ -52,6 +52,14 @@ def test_what_is_no_json_is_a_bad_request(body: bytes) -> None:
     assert (answer.status, answer.error["code"]) == (400, "invalid_json")
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "decide", "decisions"])
+def test_a_key_that_is_there_twice_is_a_bad_request(path: str) -> None:
+    body = b'{"state": "x", "more": [{"a": 1, "a": 1}]}'
+    answer = asyncio.run(call(new_app(FakeEngine()), "POST", f"/v1/{path}", body, headers=JSON))
+    assert answer.status == 400
+    assert "the key 'a' is there twice" in str(answer.json["error"])
+
+
 @pytest.mark.parametrize("body", [b"[]", b"null", b'"text"', b"17"])
 def test_what_is_no_object_is_a_bad_request(body: bytes) -> None:
     assert send(body).status == 400
