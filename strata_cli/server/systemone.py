@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -14,7 +13,7 @@ from starlette.responses import Response
 from strata_cli.decisions.answers import Decision
 from strata_cli.decisions.questions import MOST_LEVELS, MOST_OPTIONS, Question, yes_no
 from strata_cli.decisions.states import state_text
-from strata_cli.json_objects import RepeatedKeyError, distinct_keys
+from strata_cli.json_objects import RepeatedKeyError, check_keys
 from strata_cli.server.body import read_body
 from strata_cli.server.decision_backend import ContextError
 from strata_cli.server.decision_forms import (
@@ -229,8 +228,8 @@ def _object(data: bytes) -> dict[str, Any]:
         Invalid: it is no object, or no JSON.
     """
     try:
-        msgspec.json.decode(data)  # strict, which json is not
-        body = json.loads(data, object_pairs_hook=distinct_keys)
+        body = msgspec.json.decode(data)
+        check_keys(data)
     except RepeatedKeyError as error:
         raise Invalid((), f"the key {error}", "duplicate_key") from None
     except (msgspec.DecodeError, ValueError) as error:
