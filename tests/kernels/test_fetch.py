@@ -17,6 +17,7 @@ from strata_cli.engine.kernels.fetch import (
     LINE_BYTES,
     MOST_AHEAD,
     MOST_FETCHED,
+    PROGRESS_WORDS,
     SPAN_BYTES,
     Ahead,
     LayersAhead,
@@ -60,6 +61,7 @@ class Scene:
         self.addresses = np.where(is_cached, self.cache.address + rows, host.address + rows)
         self.stride = fetch_stride(blob_bytes)
         self.slots = lab.empty((num_slots, self.stride), np.uint8)
+        self.progress = lab.put(np.zeros(PROGRESS_WORDS, np.int32))
         self.cached = SlotRange(self.cache.address, self.cache.address + self.cache.nbytes)
         self.ahead = Ahead(
             lab.put(np.zeros(AHEAD_WORDS, np.int32)), lab.empty((3, self.stride), np.uint8)
@@ -100,8 +102,10 @@ class Scene:
         start = np.concatenate([[0], np.cumsum(pairs_of)]).astype(np.int32)
         staged = self.lab.empty(self.addresses.shape, np.int64)
         addresses, starts = self.lab.put(self.addresses), self.lab.put(start)
-        operands = (addresses, starts, self.cached, self.slots, staged, self.blob_bytes)
-        fetch_blobs(self.lab.stream, *operands, None if come is None else self.ahead)
+        operands = (addresses, starts, self.cached, self.slots, staged)
+        own = self.progress, self.blob_bytes, None if come is None else self.ahead
+        fetch_blobs(self.lab.stream, *operands, *own)
+        assert not self.lab.get(self.progress).any()
         found: NDArray[np.int64] = self.lab.get(staged)
         self.check(found, start, come or [])
         return found
@@ -164,6 +168,7 @@ def test_slots_that_are_too_small_or_too_many_are_refused(lab: Lab) -> None:
                 SlotRange(0, 0),
                 lab.empty(shape, np.uint8),
                 lab.empty((3,), np.int64),
+                lab.empty((PROGRESS_WORDS,), np.int32),
                 500,
             )
 
@@ -269,8 +274,8 @@ def test_what_comes_on_another_stream_may_end_at_any_moment(lab: Lab, delay: int
         bring_ahead(side, logits, zeros, addresses, scene.cached, scene.ahead, 7, scene.blob_bytes)
         for row in range(other.shape[0] if delay else 0):
             lab.stream.fill(other.rows(row, row + 1), 1)
-        operands = (addresses, starts, scene.cached, scene.slots, staged, scene.blob_bytes)
-        fetch_blobs(lab.stream, *operands, scene.ahead)
+        operands = (addresses, starts, scene.cached, scene.slots, staged, scene.progress)
+        fetch_blobs(lab.stream, *operands, scene.blob_bytes, scene.ahead)
         found = lab.get(staged)
         for expert in np.flatnonzero(pairs_of):
             at = found[expert] - scene.slots.address
@@ -317,8 +322,8 @@ def test_one_launch_brings_for_all_layers(lab: Lab, blob_bytes: int, num_tokens:
         following = _state(ahead, layer + 1) if layer + 1 < layers else None
         room = ahead.slots.rows(layer % 2, layer % 2 + 1).reshape(*ahead.slots.shape[1:])
         coming = Ahead(_state(ahead, layer), room) if layer else None
-        out = slots[layer], staged[layer], blob_bytes
-        fetch_blobs(lab.stream, *own, *out, coming, following)
+        out = slots[layer], staged[layer], scene.progress
+        fetch_blobs(lab.stream, *own, *out, blob_bytes, coming, following)
     lab.stream.join(side)
     states = lab.get(ahead.states)
     assert (states[1:, 1] > 0).any() == can_bring_layers(lab.stream)

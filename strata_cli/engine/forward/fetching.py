@@ -22,6 +22,7 @@ from strata_cli.engine.experts.resident import ExpertMatrices, blob_experts
 from strata_cli.engine.kernels.fetch import (
     AHEAD_WORDS,
     MOST_FETCHED,
+    PROGRESS_WORDS,
     Ahead,
     LayersAhead,
     bring_ahead,
@@ -226,6 +227,9 @@ class Fetcher:
             self._slots = Tensor.over(memory, (sizes.num_slots, stride), np.uint8)
             self._staged = empty(device, (1, num_experts), np.int64)
             resources.callback(self._staged.buffer.close)
+            self._progress = empty(device, (PROGRESS_WORDS,), np.int32)
+            resources.callback(self._progress.buffer.close)
+            stream.fill(self._progress, 0)
             self._foresight: Foresight | None = None
             if sizes.num_ahead:
                 shape = len(layouts), num_experts
@@ -320,6 +324,7 @@ class Fetcher:
             self._cached,
             self._slots,
             self._staged.reshape(num_experts),
+            self._progress,
             self._layouts[layer].nbytes,
             ahead,
             next_state,

@@ -3,25 +3,15 @@
 //   Reads each wanted blob outside the cache once. The link is the limit: nine tenths of what the
 //   copy engine reaches, where all lines of 128 bytes are read whole; products that read rows of
 //   odd sizes over it reach half.
-#include "bulk.cuh"
+#include "carrying.cuh"
 #include "overlap.cuh"
 #include "route.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32;
-constexpr int LINE = 128;                 // bytes that the link carries together
-constexpr int TOGETHER = 8;               // loads of a thread that are under way
-constexpr int SPAN = TOGETHER * 32 * 16;  // bytes that a warp copies at once
-constexpr int MOST_SLOTS = 64;
+constexpr int THREADS = 512, MOST_WARPS = THREADS / 32;
+constexpr int TOGETHER = SPAN / (32 * 16);  // loads of a thread that are under way
 
-struct Blobs {
-    long long source[MOST_SLOTS];
-    long long place[MOST_SLOTS];
-    int first[MOST_SLOTS];  // span that is not there yet
-    int count;
-};
-
-// What is brought ahead of a layer's routing, into slots of its own, in spans that warps claim one
-// by one: the blobs listed, in turn. Whoever fetches what routing wants ends that, and takes over.
+// What is brought ahead of a layer's routing, into slots of its own, in spans that warps claim:
+// the blobs listed, in turn. Whoever fetches what routing wants ends that, and takes over.
 constexpr int MOST_AHEAD = 16;
 constexpr unsigned ENDED = 1u << 31;  // added to claimed
 struct Ahead {
@@ -30,42 +20,30 @@ struct Ahead {
     unsigned final;    // claimed when it was ended, and 1
     int count;         // of blobs
     unsigned go;  // LIST once the layer before is routed, BRING once most of its blobs are here
-    unsigned arrived;  // blocks that have fetched what they fetch of the layer before
     int experts[MOST_AHEAD];
 };
+#if BULK
 constexpr unsigned LIST = 1, BRING = 2;
+#endif
 
-__device__ inline int spans_of(long long bytes) {  // of a blob, from its first line on
-    return static_cast<int>((bytes + LINE + SPAN - 1) / SPAN);
-}
+// How far the blocks of a fetch are; all zero between fetches.
+struct Turn {
+    unsigned claimed;  // spans
+    unsigned arrived;  // blocks that have copied what they claimed
+};
 
-// Where a blob goes: as far behind a line's begin as it comes from.
-__device__ inline long long place_of(const unsigned char *slots, long long stride, int slot,
-                                     long long source) {
-    return reinterpret_cast<long long>(slots) + slot * stride + source % LINE;
-}
-
-// A warp copies one span of a blob, 16 bytes at a time from the last multiple of 16 before the blob
-// to the first behind it: no more than the memory's own granules, so that nothing outside its pages
-// is touched.
-__device__ inline void copy_span(long long source, long long place, long long bytes, int span) {
+// A warp copies one span of a blob, 16 bytes a lane at a time.
+__device__ inline void copy_span(const Piece &piece) {
     const int lane = threadIdx.x & 31;
-    const long long begin = source - source % LINE + static_cast<long long>(span) * SPAN;
-    const long long from = max(begin, source / 16 * 16);
-    const long long to = min(begin + SPAN, (source + bytes + 15) / 16 * 16);
-    const uint4 *in = reinterpret_cast<const uint4 *>(begin);
-    uint4 *out = reinterpret_cast<uint4 *>(place + (begin - source));
+    const uint4 *in = reinterpret_cast<const uint4 *>(piece.source);
+    uint4 *out = reinterpret_cast<uint4 *>(piece.place);
     uint4 parts[TOGETHER];
 #pragma unroll
-    for (int i = 0; i < TOGETHER; i++) {
-        const long long at = begin + (32 * i + lane) * 16;
-        if (from <= at && at < to) parts[i] = __ldcs(in + 32 * i + lane);
-    }
+    for (int i = 0; i < TOGETHER; i++)
+        if ((32 * i + lane) * 16 < piece.bytes) parts[i] = __ldcs(in + 32 * i + lane);
 #pragma unroll
-    for (int i = 0; i < TOGETHER; i++) {
-        const long long at = begin + (32 * i + lane) * 16;
-        if (from <= at && at < to) out[32 * i + lane] = parts[i];
-    }
+    for (int i = 0; i < TOGETHER; i++)
+        if ((32 * i + lane) * 16 < piece.bytes) out[32 * i + lane] = parts[i];
 }
 
 // Whoever sees it sees all that was there before.
@@ -102,10 +80,10 @@ __device__ inline void list_blobs(Blobs &blobs, const long long *addresses, cons
                                   const unsigned char *slots, long long *staged, const Ahead &ahead,
                                   const unsigned char *ahead_slots, int claimed, int spans,
                                   long long experts, long long num_slots, long long stride) {
-    __shared__ int wanted_of_warp[WARPS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    __shared__ int wanted_of_warp[MOST_WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, warps = blockDim.x / 32;
     int before = 0;
-    for (long long base = 0; base < experts; base += THREADS) {
+    for (long long base = 0; base < experts; base += blockDim.x) {
         const long long e = base + threadIdx.x;
         const long long address = e < experts ? addresses[e] : 0;
         const bool is_cached = address >= first_cached && address < end_cached;
@@ -114,7 +92,7 @@ __device__ inline void list_blobs(Blobs &blobs, const long long *addresses, cons
         if (lane == 0) wanted_of_warp[warp] = __popc(votes);
         __syncthreads();
         int slot = before + __popc(votes & ((1u << lane) - 1));
-        for (int w = 0; w < WARPS; w++) {
+        for (int w = 0; w < warps; w++) {
             if (w < warp) slot += wanted_of_warp[w];
             before += wanted_of_warp[w];
         }
@@ -135,40 +113,59 @@ __device__ inline void list_blobs(Blobs &blobs, const long long *addresses, cons
         if (blockIdx.x == 0 && e < experts) staged[e] = place;
         __syncthreads();
     }
-    if (threadIdx.x == 0) blobs.count = min(before, static_cast<int>(num_slots));
+    if (threadIdx.x == 0) {
+        const int count = min(before, static_cast<int>(num_slots));
+        for (int slot = 0, end = 0; slot < count; slot++)
+            blobs.end[slot] = end += spans - blobs.first[slot];
+        blobs.count = count;
+    }
     __syncthreads();
 }
 
 // ahead, and ahead_slots [num_ahead, stride]: what was brought ahead for this routing; next: what
 // is to be for the next one, which is told how far this one is
+//   shared STAGES * SPAN bytes where the copy engine copies: then one thread of a block does
 extern "C" __global__ void __launch_bounds__(THREADS)
     fetch_blobs(const long long *addresses, const int *expert_start, long long first_cached,
                 long long end_cached, unsigned char *slots, long long *staged, Ahead *ahead,
-                const unsigned char *ahead_slots, Ahead *next, long long num_ahead,
+                const unsigned char *ahead_slots, Ahead *next, Turn *turn, long long num_ahead,
                 long long has_next, long long bytes, long long experts, long long num_slots,
                 long long stride) {
     __shared__ Blobs blobs;
     __shared__ Ahead own;
-    start_early();
-    if (has_next && blockIdx.x == 0 && threadIdx.x == 0) tell(&next->go, LIST);
+    let_next_start();
+    for (long long e = 16 * threadIdx.x; e < experts; e += 16 * blockDim.x)
+        fetch_ahead(addresses + e);  // last read a token ago
     if (threadIdx.x == 0) own.count = 0;
+#if BULK
+    extern __shared__ __align__(128) unsigned char stages[];
+    __shared__ unsigned long long gates[STAGES];
+    __shared__ Piece held[STAGES];
+    Ring ring = {stages, gates, held};
+    if (threadIdx.x == 0) ring.open();
+    wait_for_launches_ahead();
+    if (has_next && blockIdx.x == 0 && threadIdx.x == 32) tell(&next->go, LIST);
+#else
+    wait_for_launches_ahead();
+#endif
     __syncthreads();
     const int spans = spans_of(bytes), found = num_ahead ? end_ahead(ahead, own) : 0;
     const int claimed = min(found, own.count * spans);
     list_blobs(blobs, addresses, expert_start, first_cached, end_cached, slots, staged, own,
                ahead_slots, claimed, spans, experts, num_slots, stride);
-    const int warps = gridDim.x * WARPS;
-    for (int work = blockIdx.x * WARPS + threadIdx.x / 32; work < blobs.count * spans;
-         work += warps) {
-        const int slot = work / spans, span = work % spans;
-        if (span >= blobs.first[slot])
-            copy_span(blobs.source[slot], blobs.place[slot], bytes, span);
-    }
-    if (has_next) {
-        __syncthreads();
-        if (threadIdx.x == 0 && atomicAdd(&next->arrived, 1u) == gridDim.x / 2)
-            tell(&next->go, BRING);
-    }
+#if BULK
+    if (threadIdx.x) return;
+    Claims claims(&turn->claimed);
+    carry(ring, claims, blobs, bytes);
+    const unsigned before = atomicAdd(&turn->arrived, 1u);
+    if (has_next && before == gridDim.x / 2) tell(&next->go, BRING);
+    if (before == gridDim.x - 1) turn->claimed = turn->arrived = 0;  // nobody claims any more
+#else
+    const int warps = gridDim.x * blockDim.x / 32, total = blobs.total();
+    Finder finder = {blobs, 0};
+    for (int work = (blockIdx.x * blockDim.x + threadIdx.x) / 32; work < total; work += warps)
+        copy_span(finder.find(work, bytes));
+#endif
     if (blockIdx.x == 0 && threadIdx.x == 0)  // what others still copy is there when this is done
         while (atomicAdd(&ahead->done, 0) < claimed) {
         }
@@ -251,7 +248,7 @@ extern "C" __global__ void bring_ahead(const float *logits, const float *errors,
         if (work >= static_cast<unsigned>(total)) break;
         const int slot = static_cast<int>(work) / spans, span = static_cast<int>(work) % spans;
         const long long source = blobs.source[slot];
-        copy_span(source, place_of(slots, stride, slot, source), bytes, span);
+        copy_span(piece_of(source, place_of(slots, stride, slot, source), bytes, span));
         __threadfence();
         __syncwarp();
         if ((threadIdx.x & 31) == 0) atomicAdd(&ahead->done, 1u);
@@ -259,116 +256,17 @@ extern "C" __global__ void bring_ahead(const float *logits, const float *errors,
 }
 
 #if BULK
-constexpr int STAGES = 4, STAGE_SPANS = 2, STAGE_BYTES = STAGE_SPANS * SPAN;
-constexpr int CLAIM_SPANS = 4 * STAGE_SPANS;
-
-// A part of a blob, of whole spans as far as the blob has them.
-struct Piece {
-    long long source, place;
-    int bytes;
-};
-
-__device__ inline Piece piece_of(long long source, long long place, long long bytes, int span,
-                                 int spans) {
-    const long long begin = source - source % LINE + static_cast<long long>(span) * SPAN;
-    const long long from = max(begin, source / 16 * 16);
-    const long long to =
-        min(begin + static_cast<long long>(spans) * SPAN, (source + bytes + 15) / 16 * 16);
-    return {from, place + (from - source), static_cast<int>(max(to - from, 0ll))};
-}
-
-// One thread's ring of stages in shared memory, through which pieces go to their slots.
-struct Ring {
-    unsigned char *stages;
-    unsigned long long *gates;
-    unsigned parities;  // of the gates
-    Piece held[STAGES][STAGE_SPANS];
-
-    __device__ void open() {
-        parities = 0;
-        for (int stage = 0; stage < STAGES; stage++) open_gate(gates + stage, 1);
-        publish_gates();
+// Where those that are brought ahead go, in the order in which they come; by one warp.
+__device__ inline void place_ahead(Blobs &blobs, int count, const unsigned char *slots,
+                                   long long stride, int spans) {
+    const int slot = threadIdx.x;
+    if (slot < count) {
+        blobs.place[slot] = place_of(slots, stride, slot, blobs.source[slot]);
+        blobs.first[slot] = 0;
+        blobs.end[slot] = (slot + 1) * spans;
     }
-
-    __device__ void load(int stage) {
-        const Piece *own = held[stage];
-        arrive_expecting(gates + stage, own[0].bytes + own[1].bytes);
-        for (int i = 0; i < STAGE_SPANS; i++)
-            if (own[i].bytes)
-                copy_bulk(stages + stage * STAGE_BYTES + i * SPAN,
-                          reinterpret_cast<const void *>(own[i].source), own[i].bytes,
-                          gates + stage);
-    }
-
-    __device__ void store(int stage) {
-        pass_gate(gates + stage, parities >> stage & 1);
-        parities ^= 1u << stage;
-        fence_async_copies();
-        for (int i = 0; i < STAGE_SPANS; i++)
-            if (held[stage][i].bytes)
-                store_bulk(reinterpret_cast<void *>(held[stage][i].place),
-                           stages + stage * STAGE_BYTES + i * SPAN, held[stage][i].bytes);
-        end_stores();
-    }
-};
-
-// Spans that a thread claims, many at a time, the next ones while it still has some.
-struct Claims {
-    Ahead *ahead;
-    unsigned now, next, at;
-
-    __device__ explicit Claims(Ahead *ahead) : ahead(ahead), at(0) {
-        now = claim();
-        next = claim();
-    }
-
-    __device__ unsigned claim() {
-        return atomicAdd(&ahead->claimed, static_cast<unsigned>(CLAIM_SPANS));
-    }
-
-    __device__ unsigned take() {  // of as many as a stage holds
-        if (at == CLAIM_SPANS) {
-            now = next;
-            next = claim();
-            at = 0;
-        }
-        at += STAGE_SPANS;
-        return now + at - STAGE_SPANS;
-    }
-};
-
-// A layer's blobs, by one thread of each block, as long as nobody ends it.
-__device__ inline void bring(Ring &ring, Ahead *ahead, const Blobs &blobs, unsigned char *slots,
-                             long long bytes, long long stride, unsigned total, int spans) {
-    auto fill = [&](int stage, unsigned work) {  // with spans that were claimed, if there are any
-        const int count = static_cast<int>(min(total - work, static_cast<unsigned>(STAGE_SPANS)));
-        const int slot = static_cast<int>(work) / spans, span = static_cast<int>(work) % spans;
-        const int own = min(count, spans - span);  // the others begin the next blob
-        Piece *held = ring.held[stage];
-        held[1].bytes = 0;
-        for (int i = 0; i < 1 + (own < count); i++) {
-            const long long source = blobs.source[slot + i];
-            const long long place = place_of(slots, stride, slot + i, source);
-            held[i] = piece_of(source, place, bytes, i ? 0 : span, i ? count - own : own);
-        }
-        ring.load(stage);
-        return static_cast<unsigned>(count);
-    };
-    Claims claims(ahead);
-    unsigned work = claims.take(), claimed = 0;
-    int loaded = 0, stored = 0;
-    for (; loaded < STAGES && work < total; loaded++, work = claims.take())
-        claimed += fill(loaded, work);
-    for (; stored < loaded; stored++) {
-        ring.store(stored % STAGES);
-        if (stored == 0 || work >= total) continue;
-        await_reads_but_last();  // so that the stage before is free
-        claimed += fill(loaded++ % STAGES, work);
-        work = claims.take();
-    }
-    await_stores();
-    __threadfence();
-    atomicAdd(&ahead->done, claimed);
+    if (slot == 0) blobs.count = count;
+    __syncwarp();
 }
 
 __device__ inline unsigned long long now_ns() {
@@ -393,9 +291,9 @@ __device__ inline bool await_turn(Ahead *ahead, unsigned wanted, long long patie
 // bring_layers: what bring_ahead does, for all layers but the first, one after the other, beside
 // the whole pass: a layer's begin when the one before has fetched what it fetches
 //   foreseen [L,room,E], errors [L,E] f32, addresses [L,E], blob_bytes [L] -> slots [2, S, stride],
-//   states [L]; block 32, shared 12 * E + STAGES * STAGE_BYTES bytes
-//   One thread of a block copies, through shared memory: four such blocks reach what the link
-//   gives, and take no place that others need.
+//   states [L]; block 32, shared 12 * E + STAGES * SPAN bytes
+//   One thread of a block copies: four such blocks reach what the link gives, and take no place
+//   that others need.
 extern "C" __global__ void bring_layers(const float *foreseen, const float *errors,
                                         const long long *addresses, const long long *blob_bytes,
                                         long long first_cached, long long end_cached,
@@ -408,9 +306,10 @@ extern "C" __global__ void bring_layers(const float *foreseen, const float *erro
     __shared__ Blobs blobs;
     __shared__ Ahead own;
     __shared__ unsigned long long gates[STAGES];
-    long long *sources = reinterpret_cast<long long *>(stages + STAGES * STAGE_BYTES);
+    __shared__ Piece held[STAGES];
+    long long *sources = reinterpret_cast<long long *>(stages + STAGES * SPAN);
     int *keys = reinterpret_cast<int *>(sources + experts);
-    Ring ring = {stages, gates};
+    Ring ring = {stages, gates, held};
     if (threadIdx.x == 0) ring.open();
     __syncwarp();
     for (long long layer = 1; layer < layers; layer++) {
@@ -426,11 +325,12 @@ extern "C" __global__ void bring_layers(const float *foreseen, const float *erro
         if (threadIdx.x == 0) ahead->count = own.count;
         __threadfence();
         __syncwarp();
+        const long long bytes = blob_bytes[layer];
+        place_ahead(blobs, own.count, slots + layer % 2 * num_slots * stride, stride,
+                    spans_of(bytes));
         if (threadIdx.x == 0 && own.count && await_turn(ahead, BRING, patience_ns)) {
-            const long long bytes = blob_bytes[layer];
-            const int spans = spans_of(bytes);
-            bring(ring, ahead, blobs, slots + layer % 2 * num_slots * stride, bytes, stride,
-                  static_cast<unsigned>(own.count * spans), spans);
+            Claims claims(&ahead->claimed);
+            atomicAdd(&ahead->done, carry(ring, claims, blobs, bytes));
         }
         __syncwarp();
     }

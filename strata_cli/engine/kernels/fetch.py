@@ -19,6 +19,12 @@ from strata_cli.engine.kernels.splitting import SlotRange
 from strata_cli.errors import ShapeError
 
 BLOCKS, THREADS = 132, 512  # that keep enough of the link's lines under way
+# Where the copy engine of a multiprocessor carries them through shared memory, a thread of each of
+# these does. They leave products that are launched early their place, and start at once.
+CARRY_CAPABILITY = (9, 0)
+CARRY_BLOCKS, CARRY_THREADS = 16, 256
+CARRY_BYTES = 32 << 10
+PROGRESS_WORDS = 2
 LINE_BYTES = 128  # that a link carries together
 SPAN_BYTES = 4096  # of a blob, that a warp copies at a time
 MOST_FETCHED = 64  # blobs of one call
@@ -27,13 +33,11 @@ MOST_FETCHED = 64  # blobs of one call
 BRING_BLOCKS, BRING_THREADS = 16, 128
 BRING_SHARED_BYTES = 20 << 10
 MOST_AHEAD = 16  # blobs
-BRING_CAPABILITY = (9, 0)  # from here on one launch brings for all layers, in little room:
-LAYERS_BLOCKS, LAYERS_THREADS = 12, 32
-LAYERS_SHARED_BYTES = 32 << 10
+LAYERS_BLOCKS, LAYERS_THREADS = 12, 32  # one launch brings for all layers, where those carry
 PATIENCE_NS = 100_000_000  # for a layer; a device may run that launch before what it waits for
 LEARNT = 0.3  # of what was foreseen wrongly, by the next token; from 0.1 on it is the same
 LEARN_THREADS = 256
-_CLAIMED, _DONE, _FINAL, _COUNT, _GO, _ARRIVED, _EXPERTS = range(7)  # words of a state
+_CLAIMED, _DONE, _FINAL, _COUNT, _GO, _EXPERTS = range(6)  # words of a state
 AHEAD_WORDS = _EXPERTS + MOST_AHEAD
 _LOCK = threading.Lock()  # on the host, of what is brought ahead
 
@@ -62,6 +66,7 @@ def fetch_blobs(
     cached: SlotRange,
     slots: Tensor,
     staged: Tensor,
+    progress: Tensor,
     blob_bytes: int,
     ahead: Ahead | None = None,
     next_state: Tensor | None = None,
@@ -78,6 +83,7 @@ def fetch_blobs(
         cached: what lies there is in the device's memory already.
         slots: uint8 [S, stride], device memory, overwritten; S is at most MOST_FETCHED.
         staged: int64 [E], overwritten: addresses, with those of fetched blobs in their slots.
+        progress: int32 [PROGRESS_WORDS], all 0 before and behind a call.
         blob_bytes: of each expert.
         ahead: what bring_ahead() or bring_layers() was given for the same experts; None: neither
             was called.
@@ -93,6 +99,7 @@ def fetch_blobs(
     expect("fetch_blobs expert_start", expert_start, (num_experts + 1,), np.int32)
     expect("fetch_blobs slots", slots, slots.shape, np.uint8)
     expect("fetch_blobs staged", staged, (num_experts,), np.int64)
+    expect("fetch_blobs progress", progress, (PROGRESS_WORDS,), np.int32)
     _expect_slots("fetch_blobs", slots, MOST_FETCHED, blob_bytes)
     num_ahead = 0
     if ahead is not None:
@@ -102,14 +109,16 @@ def fetch_blobs(
     if next_state is not None:
         expect("fetch_blobs next_state", next_state, (AHEAD_WORDS,), np.int32)
         following = next_state
+    carries = can_bring_layers(stream)
     launch = Launch(
         items=1,
-        grid=(BLOCKS, 1, 1),
-        block=(THREADS, 1, 1),
+        grid=(CARRY_BLOCKS if carries else BLOCKS, 1, 1),
+        block=(CARRY_THREADS if carries else THREADS, 1, 1),
+        shared_bytes=CARRY_BYTES if carries else 0,
         extents=(num_experts, num_slots, stride),
         early=True,
     )
-    tensors = slots, staged, state, ahead_slots, following
+    tensors = slots, staged, state, ahead_slots, following, progress
     numbers = num_ahead, int(next_state is not None), blob_bytes
     stream.launch(FETCH_BLOBS, launch, addresses, expert_start, *cached, *tensors, *numbers)
 
@@ -178,7 +187,7 @@ class LayersAhead(NamedTuple):
 
 def can_bring_layers(stream: Stream) -> bool:
     """Whether bring_layers() does anything; else bring_ahead() serves, layer by layer."""
-    return stream.capability >= BRING_CAPABILITY
+    return stream.capability >= CARRY_CAPABILITY
 
 
 def bring_layers(
@@ -224,7 +233,7 @@ def bring_layers(
         items=1,
         grid=(LAYERS_BLOCKS, 1, 1),
         block=(LAYERS_THREADS, 1, 1),
-        shared_bytes=12 * num_experts + LAYERS_SHARED_BYTES,
+        shared_bytes=12 * num_experts + CARRY_BYTES,
         extents=(num_layers, room, num_tokens, num_experts, num_slots, stride),
     )
     tables = (foreseen, errors, addresses, ahead.blob_bytes, *cached, ahead.slots, ahead.states)
@@ -300,6 +309,7 @@ def _fetch_blobs(
     state: NDArray[np.int32],
     ahead_slots: NDArray[np.uint8],
     next_state: NDArray[np.int32],  # noqa: ARG001  for the GPU
+    progress: NDArray[np.int32],  # noqa: ARG001  likewise
     num_ahead: int,
     has_next: int,  # noqa: ARG001  likewise
     blob_bytes: int,

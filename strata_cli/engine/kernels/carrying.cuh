@@ -1,0 +1,140 @@
+// Blobs on their way from host memory to slots of the device's, span after span.
+//
+// One thread keeps as many spans on their way as a ring in shared memory has stages; the copy
+// engine of its multiprocessor brings them there and on to their slots. No registers hold them: a
+// few such threads reach what the link gives, and leave other launches their place.
+#pragma once
+#include "bulk.cuh"
+
+constexpr int LINE = 128;   // bytes that the link carries together
+constexpr int SPAN = 4096;  // bytes that are copied at once
+constexpr int MOST_SLOTS = 64;
+
+struct Blobs {
+    long long source[MOST_SLOTS];
+    long long place[MOST_SLOTS];
+    int first[MOST_SLOTS];  // span that is not there yet
+    int end[MOST_SLOTS];    // how many spans are to come of this one and of those before
+    int count;
+
+    __device__ int total() const { return count ? end[count - 1] : 0; }
+};
+
+__device__ inline int spans_of(long long bytes) {  // of a blob, from its first line on
+    return static_cast<int>((bytes + LINE + SPAN - 1) / SPAN);
+}
+
+// Where a blob goes: as far behind a line's begin as it comes from.
+__device__ inline long long place_of(const unsigned char *slots, long long stride, int slot,
+                                     long long source) {
+    return reinterpret_cast<long long>(slots) + slot * stride + source % LINE;
+}
+
+// The part of a blob that is in one span: from the last multiple of 16 before the blob to the first
+// behind it, no more than the memory's own granules, so that nothing outside its pages is touched.
+struct Piece {
+    long long source, place;
+    int bytes;
+};
+
+__device__ inline Piece piece_of(long long source, long long place, long long bytes, int span) {
+    const long long begin = source - source % LINE + static_cast<long long>(span) * SPAN;
+    const long long from = max(begin, source / 16 * 16);
+    const long long to = min(begin + SPAN, (source + bytes + 15) / 16 * 16);
+    return {from, place + (from - source), static_cast<int>(max(to - from, 0ll))};
+}
+
+// Finds spans by their number of all that are to come, which never falls.
+struct Finder {
+    const Blobs &blobs;
+    int slot;
+
+    __device__ Piece find(int work, long long bytes) {
+        while (work >= blobs.end[slot]) slot++;
+        const int before = slot ? blobs.end[slot - 1] : 0;
+        return piece_of(blobs.source[slot], blobs.place[slot], bytes,
+                        blobs.first[slot] + work - before);
+    }
+};
+
+#if BULK
+constexpr int STAGES = 8, CLAIM = 2;  // spans: on their way; that a thread claims at a time
+
+// One thread's ring of stages, SPAN bytes of shared memory each.
+struct Ring {
+    unsigned char *stages;
+    unsigned long long *gates;
+    Piece *held;        // of each stage
+    unsigned parities;  // of the gates
+
+    __device__ void open() {
+        parities = 0;
+        for (int stage = 0; stage < STAGES; stage++) open_gate(gates + stage, 1);
+        publish_gates();
+    }
+
+    __device__ void load(int stage, const Piece &piece) {
+        held[stage] = piece;
+        arrive_expecting(gates + stage, piece.bytes);
+        if (piece.bytes)
+            copy_bulk(stages + stage * SPAN, reinterpret_cast<const void *>(piece.source),
+                      piece.bytes, gates + stage);
+    }
+
+    __device__ void store(int stage) {
+        pass_gate(gates + stage, parities >> stage & 1);
+        parities ^= 1u << stage;
+        fence_async_copies();
+        const Piece piece = held[stage];
+        if (piece.bytes)
+            store_bulk(reinterpret_cast<void *>(piece.place), stages + stage * SPAN, piece.bytes);
+        end_stores();
+    }
+};
+
+// Spans that a thread claims of those that others claim, too; the next ones while it has some.
+struct Claims {
+    unsigned *claimed;
+    unsigned now, next;
+    int left;
+
+    __device__ explicit Claims(unsigned *claimed) : claimed(claimed), left(CLAIM) {
+        now = claim();
+        next = claim();
+    }
+
+    __device__ unsigned claim() { return atomicAdd(claimed, static_cast<unsigned>(CLAIM)); }
+
+    __device__ unsigned take() {
+        if (!left) {
+            now = next;
+            next = claim();
+            left = CLAIM;
+        }
+        left--;
+        return now++;
+    }
+};
+
+// Copies the spans that a thread claims until there are no more, or others end it by adding to what
+// is claimed. Returns, when they are in their slots, how many they are.
+__device__ inline unsigned carry(Ring &ring, Claims &claims, const Blobs &blobs, long long bytes) {
+    const unsigned total = blobs.total();
+    Finder finder = {blobs, 0};
+    unsigned work = claims.take(), loaded = 0;
+    auto load = [&] {
+        ring.load(loaded++ % STAGES, finder.find(static_cast<int>(work), bytes));
+        work = claims.take();
+    };
+    while (loaded < STAGES && work < total) load();
+    for (unsigned stored = 0; stored < loaded; stored++) {
+        ring.store(stored % STAGES);
+        if (stored == 0 || work >= total) continue;
+        await_reads_but_last();  // so that the stage before is free
+        load();
+    }
+    await_stores();
+    __threadfence();
+    return loaded;
+}
+#endif
