@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/decode_table.py MODEL.gguf [--device cuda:0] [--slots N,...]
         [--ahead N] [--tail-skip R,...] [--pcie-frac F|auto,...] [--cases NAME,...] [--steps N]
-        [--json FILE]
+        [--unmissed] [--json FILE]
 
 A conversation of words that keep coming back goes on token by token behind its prompt, with experts
 that stay in their slots and with ones that follow what is used. A step can be no faster than the
@@ -13,6 +13,12 @@ its share out of its own memory. The table has that roofline and the share of it
 It supposes that all three work all the time. But layers come in turn, and what a layer misses is
 known when it is routed: only what was foreseen can come while something else is computed. Without
 foresight no step is faster than memory and link after each other, the bound "in turn".
+
+It supposes, too, that memory gives all that it can. But a step is some hundred launches one after
+the other, and where little is missed they take longer than the bytes. --unmissed measures that
+bound: the same tokens by the same model with all experts in the device's memory, in the same run
+and before the others. The last column is the share that was reached of the lower of the two,
+roofline and steps that miss nothing.
 """
 
 from __future__ import annotations
@@ -92,6 +98,7 @@ class Row:
         roofline: tokens per second that the rates allow for that traffic.
         share: tokens_per_s of it.
         in_turn: tokens per second where memory and link work one after the other.
+        unmissed: tokens per second with all experts in the device's memory; 0: not measured.
     """
 
     case: str
@@ -114,6 +121,12 @@ class Row:
     roofline: float
     share: float
     in_turn: float
+    unmissed: float
+
+    @property
+    def share_of_lower(self) -> float:
+        """Of the lower bound: the roofline, or steps that miss nothing."""
+        return self.tokens_per_s / min(self.roofline, self.unmissed or self.roofline)
 
     def line(self) -> str:
         parts = " ".join(f"{hit:4.0%}" for hit in self.hit_by_part)
@@ -124,6 +137,7 @@ class Row:
             f"{self.tokens_per_s:9.1f} ({self.least:.1f} to {self.most:.1f})"
             f"{self.memory_mb:9.1f}{self.link_mb:8.1f}{self.ram_mb:8.1f}"
             f"{self.roofline:10.1f}{self.share:7.1%}{self.in_turn:9.1f}"
+            f"{self.unmissed:10.1f}{self.share_of_lower:10.1%}"
         )
 
 
@@ -132,6 +146,7 @@ HEADER = (
     f"{'PCIe':>7}{'CPU':>7}"
     f"{'left':>7}{'swaps':>7}{'tokens/s':>9} (least to most)"
     f"{'memory':>9}{'link':>8}{'RAM MB':>8}{'roofline':>10}{'share':>7}{'in turn':>9}"
+    f"{'unmissed':>10}{'of lower':>10}"
 )
 
 
@@ -220,13 +235,10 @@ def row_of(
     prompt: int,
     steps: int,
     rates: Rates,
+    unmissed: float,
 ) -> Row:
-    ids = zipf_prompt(engine.spec.vocab_size, prompt + WARM_UPS + steps, seed=11)
     with adapting(engine, CASES[case]), engine.sequence() as sequence:
-        sequence.prefill(ids[:prompt], logits="none")
-        for token in ids[prompt : prompt + WARM_UPS]:
-            sequence.step(token)
-        seconds, parts = decode(sequence, ids[prompt + WARM_UPS :])
+        seconds, parts = decode(sequence, warmed_up(sequence, prompt, steps))
         state_bytes = sequence.snapshot().nbytes
     counts = sum(parts, ResidencyCounts())
     traffic = traffic_of(engine, counts, state_bytes)
@@ -253,7 +265,30 @@ def row_of(
         roofline=roofline,
         share=per_s / roofline,
         in_turn=1 / traffic.seconds_in_turn(rates),
+        unmissed=unmissed,
     )
+
+
+def unmissed_per_s(options: EngineOptions, prompt: int, steps: int) -> float:
+    """Steps per second with all experts in the device's memory."""
+    with Engine.open(options) as engine, engine.sequence() as sequence:
+        assert engine._streamer is None, "not all experts fit: leave --unmissed out"
+        seconds: list[float] = []
+        for token in warmed_up(sequence, prompt, steps):
+            began = time.perf_counter()
+            sequence.step(token)
+            seconds.append(time.perf_counter() - began)
+    return 1 / statistics.median(seconds)
+
+
+def warmed_up(sequence: Sequence, prompt: int, steps: int) -> list[int]:
+    """Reads the prompt, makes a few steps; returns the tokens of those to time."""
+    vocab_size = sequence._engine.spec.vocab_size
+    ids = zipf_prompt(vocab_size, prompt + WARM_UPS + steps, seed=11)
+    sequence.prefill(ids[:prompt], logits="none")
+    for token in ids[prompt : prompt + WARM_UPS]:
+        sequence.step(token)
+    return ids[prompt + WARM_UPS :]
 
 
 def numbers(text: str) -> list[int]:
@@ -282,6 +317,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--unmissed", action="store_true", help="also with all experts on board")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rates = rates_of(arguments.device)
@@ -290,6 +326,12 @@ def main() -> None:
         f"RAM {rates.ram / 1e9:.1f} GB/s\n{HEADER}",
         flush=True,
     )
+    unmissed, steps = 0.0, (arguments.prompt, arguments.steps)
+    context = arguments.prompt + WARM_UPS + arguments.steps
+    if arguments.unmissed:
+        model, device = arguments.model, arguments.device
+        options = EngineOptions(model=model, device=device, max_context=context)
+        unmissed = unmissed_per_s(options, *steps)
     rows: list[Row] = []
     for slots in slot_counts(arguments.slots):
         for tail_skip, share in product(numbers(arguments.tail_skip), shares(arguments.pcie_frac)):
@@ -297,7 +339,7 @@ def main() -> None:
                 model=arguments.model,
                 device=arguments.device,
                 vram_bytes=arguments.vram_mib << 20,
-                max_context=arguments.prompt + WARM_UPS + arguments.steps,
+                max_context=context,
                 expert_cache=slots,
                 ahead_slots=arguments.ahead,
                 expert_profile=arguments.profile,
@@ -308,9 +350,7 @@ def main() -> None:
                 assert engine._streamer is not None, "every expert fits: give --slots"
                 held = engine._streamer.setting.store.cache.num_slots
                 for case in arguments.cases.split(","):
-                    row = row_of(
-                        engine, case, options, held, arguments.prompt, arguments.steps, rates
-                    )
+                    row = row_of(engine, case, options, held, *steps, rates, unmissed)
                     rows.append(row)
                     print(row.line(), flush=True)
     if arguments.json:
