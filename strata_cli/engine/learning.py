@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.device.helper_thread import HelperThread
 from strata_cli.engine.experts.profile import ExpertProfile, save_profile
 from strata_cli.errors import ConfigError
 
@@ -36,7 +37,7 @@ class ProfileLearner:
         self._use = np.zeros(profile.use.shape, np.int64)
         self._is_new = False
         self._saved_at = time.monotonic()
-        self._saving: threading.Thread | None = None
+        self._saving: HelperThread | None = None
         self._has_failed = False  # written by the thread that saves; one at a time
 
     @property
@@ -69,11 +70,14 @@ class ProfileLearner:
         is_saving = self._saving is not None and self._saving.is_alive()
         if not self._every_s or is_saving or now - self._saved_at < self._every_s:
             return
-        self._saved_at, self._is_new = now, False
-        self._saving = threading.Thread(
-            target=self._save, args=(self.profile,), name="strata-profile", daemon=True
-        )
-        self._saving.start()
+        self._saved_at = now
+        saving = HelperThread(partial(self._save, self.profile), "strata-profile")
+        try:
+            saving.start()
+        except RuntimeError as error:  # how Python says that the system refuses
+            logger.warning("no thread can be started that saves the use of experts: %s", error)
+            return
+        self._saving, self._is_new = saving, False
 
     def _save(self, profile: ExpertProfile) -> None:
         try:

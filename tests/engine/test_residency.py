@@ -478,6 +478,28 @@ class TestLearning:
         learner.close()
         assert np.flatnonzero(self.use(path, file)).tolist() == [3, 5]
 
+    def test_what_no_thread_could_save_is_saved_at_the_end(
+        self,
+        path: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """The step that it was to be saved behind goes on."""
+
+        def refuse(_thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        file = tmp_path / "learned.npz"
+        with load_model_file(path) as model:
+            learner = ProfileLearner(file, even_profile(model), every_s=1e-6)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            learner.add_pairs(np.array([3, 5]))
+        assert "no thread can be started" in caplog.text
+        learner.close()
+        assert np.flatnonzero(self.use(path, file)).tolist() == [3, 5]
+
     def use(self, path: Path, file: Path) -> np.ndarray[Any, Any]:
         with load_model_file(path) as model:
             return load_profile(file, model).use

@@ -22,6 +22,7 @@ from strata_cli.engine.device.base import (
     Stream,
     Tensor,
 )
+from strata_cli.engine.device.helper_thread import HelperThread
 from strata_cli.engine.device.host_memory import HostBuffer
 from strata_cli.engine.device.host_workers import CHUNKS_PER_THREAD, WorkerPool
 from strata_cli.engine.device.row_copies import row_runs
@@ -246,7 +247,7 @@ class HostStream:
         self._sides: list[HostStream] = []
         self._failure: DeviceError | None = None
         self._label = ""
-        self._thread = threading.Thread(target=self._serve, name=f"strata-{name}", daemon=True)
+        self._thread = HelperThread(self._serve, f"strata-{name}")
         self._thread.start()
 
     @property

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from strata_cli.engine.device.base import HostFunction
+from strata_cli.engine.device.helper_thread import HelperThread
 from strata_cli.errors import DeviceError
 
 CHUNKS_PER_THREAD = 4  # so that a thread that the system held up leaves its share to the others
@@ -65,11 +66,9 @@ class WorkerPool:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[HelperThread] = []
         for index in range(num_threads - 1):
-            thread = threading.Thread(
-                target=self._serve, name=f"strata-worker-{index}", daemon=True
-            )
+            thread = HelperThread(self._serve, f"strata-worker-{index}")
             try:
                 thread.start()
             except RuntimeError as error:  # how Python says that the system refuses

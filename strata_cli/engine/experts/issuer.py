@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from typing import Protocol
 
 from strata_cli.engine.device.base import Event
+from strata_cli.engine.device.helper_thread import HelperThread
 from strata_cli.engine.experts.waiting import LONGEST_WAIT_S, Bell, Pace, Watchdog, poll
 from strata_cli.engine.experts.walk import ANY_NUMBER, Turn, Walk
 from strata_cli.engine.trace import NO_TRACE, Trace
@@ -108,7 +108,7 @@ class ThreadIssuer:
         self._wanted = ANY_NUMBER
         self._work = Bell()  # wakes the issuer's thread
         self._issued = Bell()  # wakes the consumer's
-        self._thread = threading.Thread(target=self._serve, name="strata-issuer", daemon=True)
+        self._thread = HelperThread(self._serve, "strata-issuer")
 
     def start(self) -> None:
         """See Issuer."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Event, Tensor
+from strata_cli.engine.device.helper_thread import HelperThread
 from strata_cli.errors import DeviceError, StallError, StateError, StrataError
 
 logger = logging.getLogger(__name__)
@@ -260,7 +261,7 @@ class Stager:
         return jobs.layers[self._entries[job]]
 
     def _started(self, index: int) -> threading.Thread:
-        thread = threading.Thread(target=self._serve, name=f"strata-stager-{index}", daemon=True)
+        thread = HelperThread(self._serve, f"strata-stager-{index}")
         thread.start()
         return thread
 
