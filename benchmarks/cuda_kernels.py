@@ -28,7 +28,7 @@ from benchmarks.timing import Clock, Row
 from strata_cli.engine.device import cuda_kernels, open_device
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.device.transfer import upload
-from strata_cli.engine.kernels import attention, gdn, head, hyper, indexer, moe, ngram, rope
+from strata_cli.engine.kernels import attention, gdn, hyper, indexer, moe, ngram, rope
 
 # Extents of the full model.
 STREAMS, HIDDEN, RANK, EPS = 4, 2560, 320, 1e-6
@@ -67,7 +67,6 @@ EXPECTED = {
     ("ngram_gate", 4096): 160.0,
     ("ngram_conv", 4096): 250.0,
     ("select_blocks at 32768", 4096): 1800.0,
-    ("log_softmax", 1): 109.0,
     ("stream_norm", 4096): 95.0,
     ("stream_mix", 4096): 90.0,
     ("stream_write", 4096): 105.0,
@@ -88,7 +87,7 @@ EXPECTED = {
 }
 TEST_FILES = tuple(
     f"tests/kernels/test_{name}.py"
-    for name in ("hyper", "gdn", "rope", "attention", "indexer", "moe", "ngram", "head")
+    for name in ("hyper", "gdn", "rope", "attention", "indexer", "moe", "ngram")
 )
 
 
@@ -437,11 +436,6 @@ def n_grams(bench: Bench, tokens: int) -> None:
     )
 
 
-def log_probabilities(bench: Bench, rows: int) -> None:
-    logits, out = bench.normal(rows, VOCAB, scale=3.0), bench.empty(rows, VOCAB)
-    bench.measure("log_softmax", rows, 8 * rows * VOCAB, head.log_softmax, logits, out)
-
-
 def empty_launches(bench: Bench) -> None:
     """What a launch costs that does next to nothing, in a graph of many."""
     low = bench.normal(1, 32)
@@ -462,7 +456,6 @@ def cases() -> Iterator[tuple[str, Callable[[Bench], None]]]:
         yield "attention", lambda bench, n=tokens, p=context: sparse_attention(bench, n, p)
     for tokens, context in ((1, 4096), (1, 65_536), (1024, 1024)):
         yield "attention", lambda bench, n=tokens, p=context: dense_attention(bench, n, p)
-    yield "head", lambda bench: log_probabilities(bench, 1)
 
 
 def delta_variants(bench: Bench) -> None:
