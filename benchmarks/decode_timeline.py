@@ -74,12 +74,12 @@ CHANGES = {
             f"            stamp({ARRIVED});\n#else",
         ),
         (
-            "        team.wait();\n        add_slices(",
-            f"        stamp({MADE});\n        team.wait();\n        add_slices(",
+            "        team.wait();\n        finish_tiles(",
+            f"        stamp({MADE});\n        team.wait();\n        finish_tiles(",
         ),
         (
-            "    make_tiles(work, shared, columns, team);\n",
-            f"    make_tiles(work, shared, columns, team);\n    stamp({DONE});\n",
+            "    make_tiles(work, shared, columns, team, results);\n",
+            f"    make_tiles(work, shared, columns, team, results);\n    stamp({DONE});\n",
         ),
     ),
 }

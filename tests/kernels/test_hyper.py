@@ -26,9 +26,16 @@ from strata_cli.engine.kernels.hyper import (
     stream_write,
     stream_write_norm,
 )
-from strata_cli.engine.kernels.inject import can_mix_inject, inject_parts, stream_mix_inject
 from strata_cli.engine.kernels.matmul import matmul, round_rows
+from strata_cli.engine.kernels.matmul_gated import matmul_silu
 from strata_cli.engine.kernels.moe import CombineOperands, combine
+from strata_cli.engine.kernels.stream_read import (
+    can_inject_beside,
+    can_mix_beside,
+    inject_parts,
+    matmul_inject,
+    matmul_silu_mix,
+)
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType
 from strata_cli.errors import ShapeError
@@ -216,21 +223,29 @@ def test_wrong_shapes_are_refused_by_name(lab: Lab) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("num_tokens", "num_streams", "size"), [(1, 4, 2560), (9, 4, 320), (3, 2, 100), (32, 4, 33)]
+    ("qtype", "rank", "num_tokens", "num_streams", "size"),
+    [
+        (QuantType.Q8_0, 320, 1, 4, 2560),
+        (QuantType.Q8_0, 32, 9, 4, 320),
+        (QuantType.Q6_K, 20, 3, 2, 128),
+        (QuantType.BF16, 8, 32, 4, 33),
+        (QuantType.F32, 8, 1, 4, 256),
+    ],
 )
-def test_an_inject_beside_the_mix_has_the_bits_of_a_product(
-    gpu_lab: Lab, num_tokens: int, num_streams: int, size: int
+def test_an_inject_beside_a_product_has_the_bits_of_one(
+    gpu_lab: Lab, qtype: QuantType, rank: int, num_tokens: int, num_streams: int, size: int
 ) -> None:
     stream, width = gpu_lab.stream, num_streams * size
     packed = gpu_lab.put(packed_rows(QuantType.F32, num_streams, width, 1))
     weight = Weight(packed, QuantType.F32, num_streams, width)
-    gate, normed = (gpu_lab.put(normal(seed, num_tokens, width)) for seed in (2, 3))
-    assert can_mix_inject(stream, normed, weight)
+    down = Weight(gpu_lab.put(packed_rows(qtype, rank, width, 2)), qtype, rank, width)
+    normed = gpu_lab.put(normal(3, num_tokens, width))
+    assert can_inject_beside(stream, normed, weight)
     parts = gpu_lab.empty((inject_parts(width), num_tokens, num_streams))
-    mixed, alone = (gpu_lab.empty((num_tokens, size)) for _ in range(2))
-    stream_mix_inject(stream, gate, normed, mixed, weight, parts)
-    stream_mix(stream, gate, normed, alone)
-    np.testing.assert_array_equal(gpu_lab.get(mixed), gpu_lab.get(alone))
+    low, alone = (gpu_lab.empty((num_tokens, rank)) for _ in range(2))
+    matmul_inject(stream, normed, down, low, weight, parts)
+    matmul(stream, normed, down, alone)
+    np.testing.assert_array_equal(gpu_lab.get(low), gpu_lab.get(alone))
     whole = gpu_lab.empty((num_tokens, num_streams))
     matmul(stream, normed, weight, whole)
     x, out = normal(4, num_tokens, num_streams, size), gpu_lab.put(normal(5, num_tokens, size))
@@ -242,6 +257,39 @@ def test_an_inject_beside_the_mix_has_the_bits_of_a_product(
         written.append([gpu_lab.get(each) for each in (once, twice, after)])
     for own, expected in zip(*written, strict=True):
         np.testing.assert_array_equal(own, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("qtype", "rank", "num_tokens", "num_streams", "size"),
+    [
+        (QuantType.Q8_0, 320, 1, 4, 2560),
+        (QuantType.Q8_0, 320, 9, 4, 320),
+        (QuantType.Q8_0, 96, 3, 2, 104),
+        (QuantType.Q6_K, 512, 2, 8, 64),
+        (QuantType.BF16, 64, 8, 4, 36),
+        (QuantType.F32, 64, 1, 4, 256),
+        (QuantType.IQ3_XXS, 2560, 32, 4, 32),
+    ],
+)
+def test_a_mix_of_gates_as_they_are_made_has_the_bits_of_the_launches(
+    gpu_lab: Lab, qtype: QuantType, rank: int, num_tokens: int, num_streams: int, size: int
+) -> None:
+    stream, width = gpu_lab.stream, num_streams * size
+    up = Weight(gpu_lab.put(packed_rows(qtype, width, rank, 1)), qtype, width, rank)
+    low, normed = (gpu_lab.put(normal(s, num_tokens, n)) for s, n in ((2, rank), (3, width)))
+    gate, mixed, alone = (gpu_lab.empty((num_tokens, n)) for n in (width, size, size))
+    assert can_mix_beside(stream, low, num_streams, up)
+    matmul_silu_mix(stream, low, num_streams, up, normed, mixed)
+    matmul_silu(stream, low, num_streams, up, gate)
+    stream_mix(stream, gate, normed, alone)
+    np.testing.assert_array_equal(gpu_lab.get(mixed), gpu_lab.get(alone))
+
+
+@pytest.mark.gpu
+def test_columns_that_tiles_would_cut_are_mixed_by_themselves(gpu_lab: Lab) -> None:
+    up = Weight(gpu_lab.put(packed_rows(QuantType.Q8_0, 132, 32, 1)), QuantType.Q8_0, 132, 32)
+    assert not can_mix_beside(gpu_lab.stream, gpu_lab.empty((1, 32)), 4, up)
 
 
 @pytest.mark.gpu

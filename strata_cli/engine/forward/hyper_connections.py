@@ -13,10 +13,16 @@ from strata_cli.engine.kernels.combine_write import (
     combine_write_norm,
     write_norm_few,
 )
-from strata_cli.engine.kernels.inject import can_mix_inject, inject_parts, stream_mix_inject
 from strata_cli.engine.kernels.matmul import matmul
 from strata_cli.engine.kernels.matmul_gated import can_gate, matmul_silu
 from strata_cli.engine.kernels.matmul_several import Product, matmul_several
+from strata_cli.engine.kernels.stream_read import (
+    can_inject_beside,
+    can_mix_beside,
+    inject_parts,
+    matmul_inject,
+    matmul_silu_mix,
+)
 
 
 class LayerInput(NamedTuple):
@@ -39,30 +45,40 @@ def read_streams(
         is_normed: the workspace holds their norm already.
     """
     take, num, stream = model.workspace.take, x.shape[0], model.stream
-    normed, low, gate = take("normed", num), take("low", num), take("stream_gate", num)
-    y, inject = take("y", num), take("inject", num)
-    rounded = model.room_for_rounded(normed)
+    normed, y = take("normed", num), take("y", num)
     if not is_normed:
+        rounded = model.room_for_rounded(normed)
         hyper.stream_norm(stream, x, weights.norm, model.spec.rms_eps, normed, rounded)
-    products = [Product(weights.down, low)]
-    is_beside = weights.inject is not None and can_mix_inject(stream, normed, weights.inject)
-    if weights.inject is not None and not is_beside:
-        products.append(Product(weights.inject, inject))
-    matmul_several(stream, normed, products, rounded, model.workspace.take_all("stream_gate"))
-    if can_gate(stream, x.shape[0]):
+    low, inject = _squeeze(model, weights, normed)
+    if can_mix_beside(stream, low, model.spec.num_streams, weights.up):
+        matmul_silu_mix(stream, low, model.spec.num_streams, weights.up, normed, y)
+        return LayerInput(y, None, inject)
+    gate = take("stream_gate", num)
+    if can_gate(stream, num):
         matmul_silu(stream, low, model.spec.num_streams, weights.up, gate)
     else:
         hyper.lowrank_silu(stream, low, model.spec.num_streams)
         matmul(stream, low, weights.up, gate, model.rounded(low))
     rounded = model.room_for_rounded(y)
-    if is_beside:
-        assert weights.inject is not None
-        shape = (inject_parts(normed.shape[1]), num, weights.inject.rows)
-        inject = model.workspace.take_shaped("inject_parts", *shape)
-        stream_mix_inject(stream, gate, normed, y, weights.inject, inject)
-    else:
-        hyper.stream_mix(stream, gate, normed, y, rounded)
+    hyper.stream_mix(stream, gate, normed, y, rounded)
     return LayerInput(y, rounded, inject)
+
+
+def _squeeze(model: ModelOnStream, weights: ReadWeights, normed: Tensor) -> tuple[Tensor, Tensor]:
+    """Enqueue the products of the normed streams [T, S * D]: low [T, R], and the inject."""
+    take, num, stream = model.workspace.take, normed.shape[0], model.stream
+    low, inject = take("low", num), take("inject", num)
+    if weights.inject is not None and can_inject_beside(stream, normed, weights.inject):
+        shape = (inject_parts(normed.shape[1]), num, weights.inject.rows)
+        parts = model.workspace.take_shaped("inject_parts", *shape)
+        matmul_inject(stream, normed, weights.down, low, weights.inject, parts)
+        return low, parts
+    products = [Product(weights.down, low)]
+    if weights.inject is not None:
+        products.append(Product(weights.inject, inject))
+    rounded = model.room_for_rounded(normed)
+    matmul_several(stream, normed, products, rounded, model.workspace.take_all("stream_gate"))
+    return low, inject
 
 
 def write_streams(

@@ -17,9 +17,9 @@ from numpy.typing import DTypeLike
 from strata_cli.engine.device.base import Buffer, Device, Tensor
 from strata_cli.engine.kernels.attention_plan import attend_scratch_floats
 from strata_cli.engine.kernels.choice import FEW_TOKENS
-from strata_cli.engine.kernels.inject import inject_parts
 from strata_cli.engine.kernels.segments import SEGMENT_WORDS
 from strata_cli.engine.kernels.splitting import EXTRA_PLACES
+from strata_cli.engine.kernels.stream_read import inject_parts
 from strata_cli.engine.model.spec import ModelSpec
 
 ALIGNMENT_BYTES = 256

@@ -6,7 +6,7 @@ layout of shared memory is stated in matmul_few.cu.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -194,8 +194,8 @@ def _conflicts(row_bytes: int, pitch: int, span_shift: int, lane_bytes: int) -> 
     return max(counts)
 
 
-def _cut(matrix: Matrix, rows: int, parts: int) -> _Cut:
-    """Spans of as many rows as cost no more bank conflicts than rows apart."""
+def _cut(matrix: Matrix, rows: int, parts: int, streams: int) -> _Cut:
+    """Spans of as many rows as cost no more bank conflicts than rows apart, or one a stream."""
     qtype, cols = matrix.qtype, matrix.cols
     slice_weights, slices = slice_cols(qtype, cols), _num_slices(matrix)
     part_slices = blocks(slices, parts)
@@ -203,7 +203,10 @@ def _cut(matrix: Matrix, rows: int, parts: int) -> _Cut:
     part_bytes = min(part_slices * matrix.bytes_of(slice_weights), row_bytes)
     is_filled = BLOCK[qtype].weights == 1 and cols % 32 != 0
     best: _Cut | None = None
-    for shift in range(rows.bit_length()) if parts == 1 and not is_filled else (0,):
+    shifts: Sequence[int] = range(rows.bit_length()) if parts == 1 and not is_filled else (0,)
+    if streams:
+        shifts = (max(rows // streams, 1).bit_length() - 1,)
+    for shift in shifts:
         span_bytes = ((1 << shift) - 1) * row_bytes + part_bytes + LINE_BYTES * is_filled
         longest = LINE_BYTES - matrix.align + span_bytes
         chunks = blocks(longest, LINE_BYTES) * LINE_BYTES // 16 | 1
@@ -265,6 +268,7 @@ def _shapes(
     warps: int,
     columns: int,
     tiles: int,
+    streams: int,
     *,
     halves: bool,
     is_last: bool,
@@ -280,7 +284,7 @@ def _shapes(
     for parts in range(1, max(map(_num_slices, matrices)) + 1):
         cuts = tuple(
             max(
-                (_cut(m, tile_rows[kind], parts) for m in matrices if _kind(m) == kind),
+                (_cut(m, tile_rows[kind], parts, streams) for m in matrices if _kind(m) == kind),
                 key=lambda cut: cut.slot_chunks,
             )
             for kind in _kinds(matrices)
@@ -330,7 +334,13 @@ def few_rows(matrices: tuple[Matrix, ...], segments: int) -> int:
 
 
 def _choose(
-    matrices: tuple[Matrix, ...], tokens: int, segments: int, limit: int, experts: int, way: Way
+    matrices: tuple[Matrix, ...],
+    tokens: int,
+    segments: int,
+    limit: int,
+    experts: int,
+    way: Way,
+    streams: int = 0,
 ) -> tuple[_Shape, int]:
     """The shape, and blocks per segment."""
     rows = way.rows or few_rows(matrices, segments)
@@ -351,7 +361,8 @@ def _choose(
             is_last = most == limit and columns == 1
             own_tiles = blocks(tiles, num_blocks)
             fitting = {"halves": halves, "is_last": is_last}
-            for shape in _shapes(matrices, rows, warps, columns, own_tiles, **fitting):
+            shapes = _shapes(matrices, rows, warps, columns, own_tiles, streams, **fitting)
+            for shape in shapes:
                 if shape.shared_bytes + RESERVED_BYTES <= most and shape.slots <= way.slots:
                     stages = min(way.slots, blocks(own_tiles, shape.teams) * shape.parts)
                     grown = _with_slots(shape, most - RESERVED_BYTES, stages)
@@ -375,6 +386,7 @@ def few_plan(
     way: Way = Way(),  # noqa: B008  # frozen
     *,
     is_gated: bool = False,
+    streams: int = 0,
 ) -> Plan:
     """The few-row function for matrices that share x, or for those of each of several experts.
 
@@ -387,11 +399,12 @@ def few_plan(
         experts: 0: no experts.
         way: other than the usual choice.
         is_gated: of one matrix: what is multiplied is silu of x, perhaps times something.
+        streams: of one gated matrix that ``can_mix``: its products open so many streams.
 
     Raises:
         DeviceError: nothing fits the shared memory.
     """
-    shape, num_blocks = _choose(matrices, tokens, segments, limit, experts, way)
+    shape, num_blocks = _choose(matrices, tokens, segments, limit, experts, way, streams)
     if not experts:
         segments = blocks(tokens, shape.columns)
     warps = shape.teams * shape.team_warps
@@ -407,6 +420,7 @@ def few_plan(
         name = ("gated_" if is_gated else "") + (
             "grouped_few" if experts else "few" if is_gated else "matmul_few"
         )
+        name += "_mix" * (streams > 0)
         parameters = f"{matrices[0].qtype.name}, {kinds[0].lane}, {shape.rows}, {kinds[0].align}"
     elif experts:
         name = "grouped_pair"
@@ -422,6 +436,7 @@ def few_plan(
     defines = tuple(dict.fromkeys(d for kind in kinds for d in defines_of(kind.qtype)))
     defines += ("ONE_COLUMN=1",) * (shape.columns == 1)
     defines += ("SLICES_TOGETHER=1",) * _has_together(matrices, shape)
+    defines += (f"STREAMS={streams}",) * (streams > 0)
     return Plan(
         unit=Unit(FEW_SOURCE, f"{name}<{parameters}>", defines + way.defines),
         grid=(segments, num_blocks, 1),
@@ -439,6 +454,20 @@ def few_plan(
             shape.sums,
             *cuts,
         ),
+    )
+
+
+def can_mix(matrix: Matrix, tokens: int, segments: int, limit: int, streams: int) -> bool:
+    """Whether tiles may have whole spans of rows of each of so many streams."""
+    shape, _ = _choose((matrix,), tokens, segments, limit, 0, Way(), streams)
+    span_rows, rest = divmod(shape.cuts[0].tile_rows, streams)
+    is_whole = matrix.rows % streams == 0 and span_rows > 0 and rest == 0
+    return (
+        is_whole
+        and shape.parts == 1
+        and span_rows.bit_count() == 1
+        and matrix.rows // streams % span_rows == 0
+        and matrix.cols % 32 == 0
     )
 
 

@@ -69,15 +69,16 @@ __device__ inline int together_shift(const Plan &plan, int cols, int count) {
 // The matrices of a launch.
 template <int ROWS, int MATRICES, class... Kinds>
 struct Work {
-    static constexpr int KINDS = sizeof...(Kinds);
+    static constexpr int KINDS = sizeof...(Kinds), TILE_ROWS = ROWS;
     Matrix matrices[MATRICES];
     Plan plans[KINDS];
     Layout layout;
-    int cols, tiles;
+    int cols, tiles, blocks;  // blocks: that share the tiles
 
     // After all else.
-    __device__ void number_tiles() {
+    __device__ void number_tiles(int num_blocks = gridDim.y) {
         tiles = 0;
+        blocks = num_blocks;
 #pragma unroll
         for (int i = 0; i < MATRICES; i++) {
             matrices[i].first_tile = tiles;
@@ -100,6 +101,13 @@ struct Work {
         for (int i = 1; i < KINDS; i++)
             if (kind == i) plan = plans[i];
         return plan;
+    }
+
+    // Of a power of two, so that a product with it is the quotient.
+    __device__ float inverse_gain(int kind) const {
+        float inverse = 1.0f;
+        with_kind<Kinds...>(kind, [&](auto as) { inverse = 1.0f / GAIN<decltype(as)::TYPE>; });
+        return inverse;
     }
 
     __device__ int most_slices() const {

@@ -13,10 +13,13 @@
 // up what all of them left. x is in shared memory once. One launch may make several matrices that
 // share x, of up to three kinds. What bounds them is the instructions that decode, not memory.
 #include "few_multiply.cuh"
+#include "few_results.cuh"
+#include "inject.cuh"
 #include "overlap.cuh"
 #include "route.cuh"
 
 constexpr int MOST_REGISTERS = 64;  // two blocks of 16 warps then find room on a multiprocessor
+constexpr int MIX_REGISTERS = 96;   // a block of 21 warps then finds room
 
 // The pairs of a block, and where the matrices of their expert begin.
 struct Found {
@@ -65,33 +68,6 @@ __device__ inline bool find_pairs(Found &found, const int *row_of, const int *ex
     if (pair >= all_pairs) return false;
     __syncthreads();
     return found.count > 0;
-}
-
-// Adds up the slices of tiles first, first + apart, ..., by a team's threads; their sums lie one
-// after the other.
-template <int ROWS, int MATRICES, class... Kinds>
-__device__ inline void add_slices(const Work<ROWS, MATRICES, Kinds...> &work, const float *sums,
-                                  int set, const Team &team, const Columns &columns, int first,
-                                  int apart, int tiles) {
-    const int values = ROWS * columns.count();
-#pragma unroll 1
-    for (int i = team.thread(); i < tiles * values; i += team.threads()) {
-        const int place = i / values, rest = i - place * values;
-        const int row = rest % ROWS, column = rest / ROWS, tile = first + place * apart;
-        const Matrix matrix = work.matrix_of(tile);
-        const Plan plan = work.plan_of(matrix.kind);
-        const int n = (tile - matrix.first_tile) * plan.tile_rows + row;
-        if (row >= plan.tile_rows || n >= matrix.rows) continue;
-        const float *part = sums + place * set + row * columns.count() + column;
-        float total = 0.0f;
-#pragma unroll 5
-        for (int slice = 0; slice < plan.slices; slice++) total += part[slice * values];
-        float inverse_gain = 1.0f;  // of a power of two, so that the product is the quotient
-        with_kind<Kinds...>(matrix.kind,
-                            [&](auto as) { inverse_gain = 1.0f / GAIN<decltype(as)::TYPE>; });
-        const long long token = columns.first + column;
-        matrix.out[token * matrix.rows + n] = total * inverse_gain;
-    }
 }
 
 // A type's code book, several times over: of f16 where there is such a one, else in 16 KiB.
@@ -163,13 +139,14 @@ __device__ inline void start_team_stage(const Work<ROWS, MATRICES, Kinds...> &wo
 }
 #endif
 
-// The tiles of one team: multiplies what has come, and writes the results.
-template <class Shared, int ROWS, int MATRICES, class... Kinds>
+// The tiles of one team: multiplies what has come; results finish what comes of that.
+template <class Shared, class Results, int ROWS, int MATRICES, class... Kinds>
 __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, const Shared &shared,
-                                  const Columns &columns, const Team &team) {
+                                  const Columns &columns, const Team &team,
+                                  const Results &results) {
     const Layout &layout = work.layout;
     const auto book = Shared::Book::of_lane(shared.book);
-    const int apart = gridDim.y * team.count, begin = blockIdx.y + gridDim.y * team.number;
+    const int apart = work.blocks * team.count, begin = blockIdx.y + work.blocks * team.number;
     const int own_tiles = begin < work.tiles ? (work.tiles - begin + apart - 1) / apart : 0;
     // Where sums fill their room more than once, half of it is added up beside the other half.
     const int most_tiles = (work.tiles + apart - 1) / apart;
@@ -179,6 +156,7 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
     const int own_slots = team.number * layout.slots;
     Turn turn = {0, 0};
     int flip = 0;
+    auto ahead = results.load(work, columns, team, begin, apart, min(at_once, own_tiles));
 #pragma unroll 1
     for (int done = 0; done < own_tiles; done += at_once, flip ^= !is_once) {
         const int tiles = min(at_once, own_tiles - done), first = begin + done * apart;
@@ -213,7 +191,8 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
             }
         }
         team.wait();
-        add_slices(work, sums, shared.set, team, columns, first, apart, tiles);
+        finish_tiles(work, {sums, shared.set, first, apart, tiles}, team, columns, results, ahead,
+                     done == 0);
     }
 }
 
@@ -233,7 +212,7 @@ __device__ inline OwnSpan own_span(const Work<ROWS, MATRICES, Kinds...> &work, c
     const int part = stage_number - own_tile * layout.parts;
     const int round = own_tile / team.count, number = own_tile - round * team.count;
     const int turn = round * layout.parts + part, uses = turn / layout.slots;
-    const int tile = blockIdx.y + own_tile * gridDim.y;
+    const int tile = blockIdx.y + own_tile * work.blocks;
     const Matrix matrix = work.matrix_of(tile);
     const Cut cut = work.cut_of(matrix.kind);
     const int tile_rows = work.plan_of(matrix.kind).tile_rows;
@@ -263,7 +242,8 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
         publish_gates();
     }
     __syncwarp();
-    const int own_tiles = (work.tiles - static_cast<int>(blockIdx.y) + gridDim.y - 1) / gridDim.y;
+    const int own_tiles =
+        (work.tiles - static_cast<int>(blockIdx.y) + work.blocks - 1) / work.blocks;
     const int stages = own_tiles * layout.parts;
     bool is_first = true;
 #pragma unroll 1
@@ -303,9 +283,10 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
 }
 #endif
 
-template <class Gate, int ROWS, int MATRICES, class... Kinds>
+template <class Gate, class Results = Written, int ROWS, int MATRICES, class... Kinds>
 __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Columns &columns,
-                           const float *x, const Gate &gate, uint4 *all_shared) {
+                           const float *x, const Gate &gate, uint4 *all_shared,
+                           const Results &results = Results()) {
     const int warps = blockDim.x / 32 - 1;  // all but the one that copies
     const Team team(work.layout);
     const Shared<ROWS, Kinds...> shared(all_shared, work.layout, work.cols, columns.count(),
@@ -324,7 +305,7 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
     load_activations<Kinds...>(shared.planes, x, work.cols, columns, gate, warps);
     block_barrier();
     if (team.number >= team.count) return;
-    make_tiles(work, shared, columns, team);
+    make_tiles(work, shared, columns, team, results);
 }
 
 // matmul_few: grid (passes of `columns` tokens, blocks): passes over the same rows run side by
@@ -343,6 +324,38 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
+    const int first = static_cast<int>(columns) * blockIdx.x;
+    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
+    few(work, {nullptr, first, count}, x, Plain(), shared);
+}
+
+// matmul_few_inject: matmul_few, and beside it the inject of the same x, by more blocks
+//   inject [streams,K] f32 -> parts [slices,T,streams], as make_inject; grid (passes, blocks +
+//   those of the inject), whose first INJECT_WARPS warps make a slice each
+template <int TYPE, int LANE, int ROWS, int ALIGN, int INJECT_LANE>
+__global__ void __maxnreg__(MOST_REGISTERS)
+    matmul_few_inject(const float *x, const unsigned char *data, float *out, const float *inject,
+                      float *parts, long long, long long tokens, long long rows, long long cols,
+                      long long streams, long long inject_slice, long long blocks,
+                      long long columns, long long teams, long long team_warps, long long slots,
+                      long long slot_chunks, long long stages, long long sums, long long slice,
+                      long long slices, long long part_slices, long long tile_rows,
+                      long long span_shift, long long chunks) {
+    extern __shared__ uint4 shared[];
+    const int others = static_cast<int>(blockIdx.y) - static_cast<int>(blocks);
+    if (others >= 0) {
+        const ThinRows all = {inject, static_cast<int>(streams), static_cast<int>(cols),
+                              static_cast<int>(inject_slice)};
+        make_inject<INJECT_LANE>(all, x, parts, static_cast<int>(tokens),
+                                 others * static_cast<int>(gridDim.x) + blockIdx.x);
+        return;
+    }
+    Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
+    work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
+    work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
+    work.layout = layout_from(teams, team_warps, slots, slot_chunks, stages, sums);
+    work.cols = static_cast<int>(cols);
+    work.number_tiles(static_cast<int>(blocks));
     const int first = static_cast<int>(columns) * blockIdx.x;
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
     few(work, {nullptr, first, count}, x, Plain(), shared);
@@ -369,6 +382,31 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
     few(work, {nullptr, first, count}, x, gate, shared);
 }
+
+#if STREAMS
+// gated_few_mix: the mix of the streams by gates that gated_few makes of silu(x / streams)
+//   normed [T,rows] f32, rows of one stream after the other -> out [T,rows / STREAMS]
+template <int TYPE, int LANE, int ROWS, int ALIGN>
+__global__ void __maxnreg__(MIX_REGISTERS)
+    gated_few_mix(const float *x, const unsigned char *data, const float *normed, float *out,
+                  long long, long long tokens, long long rows, long long cols, long long columns,
+                  long long teams, long long team_warps, long long slots, long long slot_chunks,
+                  long long parts, long long sums, long long slice, long long slices,
+                  long long part_slices, long long tile_rows, long long span_shift,
+                  long long chunks) {
+    extern __shared__ uint4 shared[];
+    Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
+    work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
+    work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
+    work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
+    work.cols = static_cast<int>(cols);
+    work.number_tiles();
+    const int first = static_cast<int>(columns) * blockIdx.x;
+    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
+    const Gated gate = {nullptr, static_cast<float>(STREAMS)};
+    few(work, {nullptr, first, count}, x, gate, shared, Mixed{normed});
+}
+#endif
 
 // gated_few_route: gated_few, and beside it route_few, which neither waits for the other
 //   grid (passes + 1, blocks): of the last passes, block 0 routes

@@ -12,6 +12,10 @@
 
 constexpr int LINE_BYTES = 128;
 
+#ifndef STREAMS
+#define STREAMS 0  // else the matrix has rows of so many streams, and a tile a span of each
+#endif
+
 // How a matrix's rows are cut, in bytes unless said.
 struct Cut {
     int row, slice;          // a row; a slice of one
@@ -26,9 +30,16 @@ struct Stage {
     int matrix_rows, first_row, rows, part;
 };
 
+// The first row of span `index` of a stage.
+__device__ inline int span_row(const Cut &cut, const Stage &stage, int index) {
+    constexpr int streams = STREAMS ? STREAMS : 1;
+    return STREAMS ? stage.first_row / streams + index * (stage.matrix_rows / streams)
+                   : stage.first_row + (index << cut.span_shift);
+}
+
 // Where span `index` of a stage begins in its matrix.
 __device__ inline unsigned span_offset(const Cut &cut, const Stage &stage, int index) {
-    return static_cast<unsigned>(stage.first_row + (index << cut.span_shift)) * cut.row +
+    return static_cast<unsigned>(span_row(cut, stage, index)) * cut.row +
            stage.part * cut.part_slices * cut.slice;
 }
 

@@ -1,0 +1,126 @@
+// What comes of the partial sums of tiles of matmul_few.cu: slices are added up in order, and what
+// they make is written, or used up at once.
+#pragma once
+#include "activations.cuh"
+#include "few_work.cuh"
+#include "special.cuh"
+
+// Partial sums of a team's tiles first, first + apart, ...: [tile][slice][row][column], `set`
+// floats from tile to tile.
+struct TileSums {
+    const float *values;
+    int set, first, apart, tiles;
+};
+
+// A result of a tile: its row, among those of the kind of results, and its column.
+struct Result {
+    int tile, row, column;
+};
+
+// The i-th result of tiles, so many `rows` of each.
+__device__ inline Result result_at(int i, int rows, int count, int first, int apart) {
+    const int values = rows * count, place = i / values, rest = i - place * values;
+    return {first + place * apart, rest % rows, rest / rows};
+}
+
+// One of a tile's rows of weights times a column: its slices added up.
+template <class Work>
+__device__ inline float sum_of(const Work &work, const Plan &plan, int kind, const float *part,
+                               int step) {
+    float total = 0.0f;
+#pragma unroll 5
+    for (int slice = 0; slice < plan.slices; slice++) total += part[slice * step];
+    return total * work.inverse_gain(kind);
+}
+
+// All results of some tiles, by a team's threads. ahead: what results loaded for the thread's first
+// one, if is_loaded.
+template <class Results, int ROWS, int MATRICES, class... Kinds>
+__device__ inline void finish_tiles(const Work<ROWS, MATRICES, Kinds...> &work,
+                                    const TileSums &sums, const Team &team, const Columns &columns,
+                                    const Results &results, typename Results::Ahead &ahead,
+                                    bool is_loaded) {
+    const int rows = results.rows(work), count = columns.count();
+#pragma unroll 1
+    for (int i = team.thread(); i < sums.tiles * rows * count; i += team.threads()) {
+        const Result own = result_at(i, rows, count, sums.first, sums.apart);
+        if (!is_loaded) ahead = results.load(work, columns, own);
+        is_loaded = false;
+        const float *tile = sums.values + i / (rows * count) * sums.set + own.column;
+        results.finish(work, columns, own, ahead, [&](const Plan &plan, int kind, int row) {
+            return sum_of(work, plan, kind, tile + row * count, ROWS * count);
+        });
+    }
+}
+
+// Results as they are, to where their matrices' go.
+struct Written {
+    struct Ahead {};
+
+    template <class Work>
+    __device__ int rows(const Work &) const {
+        return Work::TILE_ROWS;
+    }
+    template <class... All>
+    __device__ Ahead load(const All &...) const {
+        return {};
+    }
+    template <class Work, class Sum>
+    __device__ void finish(const Work &work, const Columns &columns, const Result &own,
+                           const Ahead &, const Sum &sum) const {
+        const Matrix matrix = work.matrix_of(own.tile);
+        const Plan plan = work.plan_of(matrix.kind);
+        const int n = (own.tile - matrix.first_tile) * plan.tile_rows + own.row;
+        if (own.row >= plan.tile_rows || n >= matrix.rows) return;
+        const long long token = columns.first + own.column;
+        matrix.out[token * matrix.rows + n] = sum(plan, matrix.kind, own.row);
+    }
+};
+
+#if STREAMS
+// Results are gates: the mix of the streams that they open, as mix_columns (mix.cuh).
+struct Mixed {
+    const float *normed;  // [T,STREAMS,D]
+    struct Ahead {
+        float normed[STREAMS];
+    };
+
+    template <class Work>
+    __device__ int rows(const Work &work) const {
+        return work.plans[0].tile_rows / STREAMS;
+    }
+    template <class Work>
+    __device__ Ahead load(const Work &work, const Columns &columns, const Result &own) const {
+        const int size = work.matrices[0].rows / STREAMS;
+        const long long token = columns.first + own.column;
+        const float *row = normed + token * work.matrices[0].rows + own.tile * rows(work) + own.row;
+        Ahead ahead;
+#pragma unroll
+        for (int s = 0; s < STREAMS; s++) ahead.normed[s] = row[s * size];
+        return ahead;
+    }
+    // Of the thread's first result.
+    template <class Work>
+    __device__ Ahead load(const Work &work, const Columns &columns, const Team &team, int first,
+                          int apart, int tiles) const {
+        const int count = columns.count(), all = tiles * rows(work) * count;
+        if (all == 0) return {};
+        const int own = min(team.thread(), all - 1);
+        return load(work, columns, result_at(own, rows(work), count, first, apart));
+    }
+    template <class Work, class Sum>
+    __device__ void finish(const Work &work, const Columns &columns, const Result &own,
+                           const Ahead &ahead, const Sum &sum) const {
+        const int size = work.matrices[0].rows / STREAMS, own_rows = rows(work);
+        float total = 0.0f;
+#pragma unroll
+        for (int s = 0; s < STREAMS; s++) {
+            const float gate = sum(work.plans[0], 0, s * own_rows + own.row);
+            total = fmaf(sigmoid_fast(gate), ahead.normed[s], total);
+        }
+        const long long token = columns.first + own.column;
+        work.matrices[0].out[token * size + own.tile * own_rows + own.row] =
+            total * (1.0f / static_cast<float>(STREAMS));
+    }
+};
+#endif
