@@ -185,7 +185,8 @@ class StrataConfig:
     )
     prefill_stream_min: int = setting(
         512,
-        "Tokens of a prompt chunk from which on experts are copied ahead of their routing.",
+        "Tokens of a prompt chunk from which on any expert may be copied ahead of its routing, in "
+        "shorter ones those that are foreseen.",
         parse=whole_number(0),
     )
     prefill_ring: int = setting(

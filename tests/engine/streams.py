@@ -128,6 +128,18 @@ WAYS = {
     "foreseen": Way(is_likely=True, foresees=True),
     "foreseen, inline": Way(is_likely=True, foresees=True, stream={"has_thread": False}),
     "foreseen and keep": Way(cache=60, least=10, ring=16, keep=30, is_likely=True, foresees=True),
+    "short and foreseen": Way(chunk=40, stream_min=1000, is_likely=True, foresees=True),
+    "short and foreseen, inline, no cache": Way(
+        cache=0,
+        chunk=40,
+        stream_min=1000,
+        is_likely=True,
+        foresees=True,
+        stream={"has_thread": False},
+    ),
+    "short, long and foreseen, half pinned": Way(
+        chunk=50, pinned=10, cache=79, least=0, is_likely=True, foresees=True
+    ),
     "foreseen, half pinned": Way(pinned=10, cache=79, least=0, is_likely=True, foresees=True),
     "keep": Way(cache=60, least=10, ring=16, keep=9),
     "likely and keep": Way(cache=60, least=10, ring=16, keep=30, is_likely=True),

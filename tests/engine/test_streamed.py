@@ -21,6 +21,7 @@ from strata_cli.engine.device.host_stream import HostStream
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, Sequence
 from strata_cli.engine.experts import waiting
+from strata_cli.engine.experts.sizing import SELECTED_RING_SLOTS
 from strata_cli.engine.experts.streaming import ChunkStream
 from strata_cli.engine.forward import mixture
 from strata_cli.engine.forward.on_stream import ModelOnStream
@@ -163,6 +164,20 @@ def test_short_chunks_copy_routed_experts_alone(separate: Path, device_name: str
         assert counts.copied < NUM_EXPERTS * NUM_LAYERS
         sequence.prefill(TURNS[0][:8])  # so few are read where they are
         assert not streamer_of(engine).counts
+
+
+def test_short_chunks_copy_what_is_foreseen_or_routed(separate: Path, device_name: str) -> None:
+    way = Way(cache=0, is_likely=True, foresees=True)
+    with way.open(separate, device_name) as engine, engine.sequence() as sequence:
+        sequence.prefill(TURNS[0][:9])
+        streamer = streamer_of(engine)
+        (counts,) = streamer.counts
+        assert streamer.use is not None
+        num_routed = int((streamer.use > 0).sum())
+        assert num_routed <= counts.copied
+        assert counts.copied + counts.skipped < NUM_EXPERTS * NUM_LAYERS
+        assert streamer.ring_slots(9) == SELECTED_RING_SLOTS
+        assert streamer.ring_slots(8) == 0
 
 
 @pytest.mark.parametrize("ring", [8, 16])

@@ -87,6 +87,7 @@ def cases(draw: st.DrawFn) -> Case:
         skips=draw(st.sampled_from([True, True, False])),
         lists_routed=draw(st.sampled_from([False, False, True])),
         lists_ahead=draw(st.sampled_from([False, False, True])),
+        selects=draw(st.booleans()),
         ahead=draw(st.sampled_from([1, 2, 5])),
         num_likely=draw(st.one_of(st.none(), likely.map(tuple))),
         weights=(draw(speed), draw(speed), draw(speed), draw(speed)),

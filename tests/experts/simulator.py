@@ -77,6 +77,7 @@ class Case:
         lists_routed: entries are listed when routing is known.
         lists_ahead: a layer's entries are listed, in another order, when the routing of the layer
             before is known.
+        selects: of those, half; the others that are routed follow when that is known.
         weights: of the issuer, the link, the compute stream and the stager, in the choice of who
             moves next.
         seed: of that choice.
@@ -95,6 +96,7 @@ class Case:
     skips: bool = True
     lists_routed: bool = False
     lists_ahead: bool = False
+    selects: bool = False
     ahead: int = ANY_NUMBER
     num_likely: tuple[int, ...] | None = None
     weights: tuple[int, int, int, int] = (1, 1, 1, 1)
@@ -287,7 +289,11 @@ class World:
         depth = case.depth if case.skips else None
         rules = WalkRules(case.ring_slots, depth, case.together, case.ahead)
         self.walk = parts.walk(self.entries, self, rules, self.gate, case.num_likely)
-        grouping = ConsumerRules(group=case.group, takes_landed=case.takes_landed)
+        grouping = ConsumerRules(
+            group=case.group,
+            takes_landed=case.takes_landed,
+            completes=case.lists_ahead and case.selects,
+        )
         self.consumer = parts.consumer(
             self.ranking, self.entries, self.ring, self, self.gate, grouping, case.staged
         )
@@ -306,7 +312,10 @@ class World:
 
     def _list(self, entries: EntryList, layer: int) -> None:
         ranks = np.arange(self.ranking.num_resident[layer], self.ranking.num_experts)
-        entries.add_layer(self.ranking, ranks, self.case.staged[layer])
+        selects = self.case.selects
+        if selects:
+            ranks = ranks[: len(ranks) // 2]
+        entries.add_layer(self.ranking, ranks, self.case.staged[layer], may_grow=selects)
 
     def _expect(self, layer: int) -> None:
         """The order of the layer turns out to be another one."""

@@ -52,6 +52,11 @@ USUAL = RingNeeds(
     [
         (RingRules(), {}, 512),
         (RingRules(), {"chunk_tokens": 511}, 8),
+        (RingRules(), {"chunk_tokens": 511, "selects": True}, 64),
+        (RingRules(), {"chunk_tokens": 511, "selects": True, "slot_bytes": 40_000_000}, 16),
+        (RingRules(slots=100), {"chunk_tokens": 65, "selects": True}, 100),
+        (RingRules(slots=8), {"chunk_tokens": 65, "selects": True}, 8),
+        (RingRules(), {"chunk_tokens": 65, "selects": True, "room_bytes": 0}, 8),
         (RingRules(), {"chunk_tokens": 512}, 384),
         (RingRules(), {"chunk_tokens": 767, "slot_bytes": IQ3_S_BLOB}, 227),
         (RingRules(), {"chunk_tokens": 768, "slot_bytes": IQ3_S_BLOB}, 455),
@@ -100,6 +105,7 @@ def test_the_ring_follows_the_rules(rules: RingRules, needs: dict[str, float], s
         pinned_share=st.floats(0, 1),
         num_entries=st.integers(0, 30_000),
         room_bytes=st.integers(0, GIB),
+        selects=st.booleans(),
     ),
 )
 def test_a_ring_is_small_or_of_a_useful_size_that_fits(rules: RingRules, needs: RingNeeds) -> None:

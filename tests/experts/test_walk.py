@@ -95,7 +95,9 @@ def test_r18_what_is_unlikely_waits_for_its_routing_while_the_link_has_enough_to
 def test_a_list_that_grows_ahead_of_the_routing_keeps_every_invariant() -> None:
     for seed in range(12):
         case = plain_case(ring_slots=6 + seed, depth=4, seed=seed)
-        simulate(replace(case, lists_ahead=True, together=3, weights=(seed + 1, 2, 1, 1)))
+        case = replace(case, lists_ahead=True, together=3, weights=(seed + 1, 2, 1, 1))
+        for selects in (False, True):
+            simulate(replace(case, selects=selects))
 
 
 def test_no_two_copies_of_a_batch_go_to_the_same_slot() -> None:

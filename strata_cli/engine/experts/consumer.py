@@ -32,11 +32,13 @@ class ConsumerRules:
         takes_landed: make a group longer by what has landed already, up to half of the ring, and
             begin none while two are enqueued and unread: until then more will have landed.
         kept: where blobs are kept for the next chunk; None: nowhere.
+        completes: what is routed and not listed is added to a layer's list when it is published.
     """
 
     group: int = GROUP_EXPERTS
     takes_landed: bool = True
     kept: KeptBlobs | None = None
+    completes: bool = False
 
 
 class Consumer:
@@ -118,13 +120,22 @@ class Consumer:
         if elsewhere is not None:
             self._row[elsewhere] = False
         if self.lists_routed:
-            first = self._ranking.num_resident[layer]
-            ranks = first + np.flatnonzero(self._row[first:])
-            staged = None if self._staged is None else self._staged[layer]
-            self._entries.add_layer(self._ranking, ranks, staged)
+            ranks = self._routed_from(self._ranking.num_resident[layer])
+            self._entries.add_layer(self._ranking, ranks, self._staged_of(layer))
+        elif self._rules.completes:
+            num_listed = self._ranking.num_resident[layer] + len(self._entries.of_layer(layer))
+            ranks = self._routed_from(num_listed)
+            self._entries.grow_layer(self._ranking, ranks, self._staged_of(layer))
         if self._gate is not None:
             self._gate.publish(layer, self._row)
         self._issuer.nudge()
+
+    def _routed_from(self, first: int) -> NDArray[np.int64]:
+        """Routed ranks of the layer from the first given one on."""
+        return first + np.flatnonzero(self._row[first:])
+
+    def _staged_of(self, layer: int) -> NDArray[np.bool_] | None:
+        return None if self._staged is None else self._staged[layer]
 
     def groups(self, layer: int) -> Iterator[range]:
         """The layer's experts as ranges of ranks, each once, when their bytes are or will be there.

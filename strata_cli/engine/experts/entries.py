@@ -124,7 +124,7 @@ class EntryList:
     """A chunk's copies in order; layers are added one after the other, before or during the walk.
 
     One thread adds, others may read meanwhile: whoever has seen ``count`` finds the columns filled
-    up to there, and whoever has seen ``is_complete`` finds the last count.
+    and ``starts`` right up to there, and whoever has seen ``is_complete`` finds the last count.
 
     Attributes:
         layers, experts, ranks, jobs: the columns, each [count]; see Entry.
@@ -165,6 +165,8 @@ class EntryList:
         ranking: Ranking,
         ranks: NDArray[np.integer],
         staged: NDArray[np.bool_] | None = None,
+        *,
+        may_grow: bool = False,
     ) -> range:
         """Append entries of the next layer.
 
@@ -172,11 +174,41 @@ class EntryList:
             ranking: of the experts.
             ranks: ascending; which of the layer's experts are to be copied.
             staged: experts whose bytes come through a stager, [E]; None: no expert's do.
+            may_grow: grow_layer() will follow, before the layer behind it.
 
         Returns:
             the new entries.
         """
-        layer = len(self.starts) - 1
+        start = self.starts[-1]
+        self.starts.append(start)
+        self._append(ranking, ranks, staged)
+        self.is_complete = len(self.starts) > self.num_layers and not may_grow
+        return range(start, self.count)
+
+    def grow_layer(
+        self,
+        ranking: Ranking,
+        ranks: NDArray[np.integer],
+        staged: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Append more entries of the layer that was added last, once.
+
+        Args:
+            ranking: of the experts.
+            ranks: ascending, behind those that are listed.
+            staged: see add_layer().
+        """
+        self._append(ranking, ranks, staged)
+        self.is_complete = len(self.starts) > self.num_layers
+
+    def _append(
+        self,
+        ranking: Ranking,
+        ranks: NDArray[np.integer],
+        staged: NDArray[np.bool_] | None,
+    ) -> None:
+        """Append entries of the last layer."""
+        layer = len(self.starts) - 2
         experts = ranking.expert_at[layer, ranks]
         jobs = np.full(len(ranks), FROM_ARENA)
         if staged is not None:
@@ -187,11 +219,7 @@ class EntryList:
         self.experts += experts.tolist()
         self.ranks += ranks.tolist()
         self.jobs += jobs.tolist()
-        start, stop = self.starts[-1], len(self.jobs)
-        self.starts.append(stop)
-        self.count = stop
-        self.is_complete = len(self.starts) > self.num_layers
-        return range(start, stop)
+        self.starts[-1] = self.count = len(self.jobs)
 
     def add_streamed(self, ranking: Ranking, staged: NDArray[np.bool_] | None) -> None:
         """Append every layer's experts that are not resident, to an empty list."""

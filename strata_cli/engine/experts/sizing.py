@@ -12,6 +12,7 @@ ADDRESS_BYTES = 8  # of a pair, in the table that kernels read
 
 STREAM_MIN_TOKENS = 512  # 955 tokens took twice as long through the small ring as 1,046 ahead
 LEAST_RING_SLOTS, MOST_RING_SLOTS = 16, 512  # of a ring that is ahead of the routing
+SELECTED_RING_SLOTS = 64  # a layer of few tokens that is computed, and what comes meanwhile
 PINNED_RING_SLOTS, STAGED_RING_SLOTS = 384, 96
 PINNED_SHARE = 0.9  # with less, most copies wait for the stager, and a long ring is of no use
 RING_BYTES = PINNED_RING_SLOTS * 1_382_400  # so many Q2_0 blobs of a full model
@@ -44,7 +45,8 @@ class RingRules:
     """What is wanted of the ring.
 
     Attributes:
-        stream_min: tokens from which on a chunk's experts are streamed ahead of their routing.
+        stream_min: tokens from which on all of a chunk's experts are streamed ahead of their
+            routing, as far as the link has time.
         slots: of the ring; 0: automatic; up to SMALL_RING_SLOTS: a small ring for every chunk.
         budget_bytes: of an automatic ring, a quarter of it where much is staged, two and four
             times as much for longer chunks where little is; 0: by count.
@@ -65,6 +67,7 @@ class RingNeeds:
         pinned_share: of the experts that are copied straight from pinned memory, 0..1.
         num_entries: copies of the chunk; more slots are of no use.
         room_bytes: that the ring may take.
+        selects: what is copied ahead of its routing, of a short chunk, was foreseen.
     """
 
     chunk_tokens: int
@@ -72,19 +75,24 @@ class RingNeeds:
     pinned_share: float
     num_entries: int
     room_bytes: int
+    selects: bool = False
 
 
 def ring_slots(rules: RingRules, needs: RingNeeds) -> int:
     """Slots of a chunk's ring: SMALL_RING_SLOTS, or LEAST_RING_SLOTS to MOST_RING_SLOTS.
 
-    A small ring takes routed experts alone. It is the answer for short chunks, where it is asked
-    for, and where the room does not hold a longer one; that the room holds it is not checked.
+    A small ring takes routed experts alone. It is the answer for short chunks unless they foresee
+    what they copy, where it is asked for, and where the room does not hold a longer one; that the
+    room holds it is not checked.
     """
     most = min(MOST_RING_SLOTS, needs.room_bytes // needs.slot_bytes)
     is_short = needs.chunk_tokens < rules.stream_min
-    if is_short or 0 < rules.slots <= SMALL_RING_SLOTS or most < LEAST_RING_SLOTS:
+    is_small = (is_short and not needs.selects) or 0 < rules.slots <= SMALL_RING_SLOTS
+    if is_small or most < LEAST_RING_SLOTS:
         return SMALL_RING_SLOTS
     wanted = rules.slots or min(_automatic_slots(rules, needs), needs.num_entries)
+    if is_short and not rules.slots:
+        wanted = min(wanted, SELECTED_RING_SLOTS)
     return min(max(wanted, LEAST_RING_SLOTS), most)
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Event, Tensor
 from strata_cli.engine.experts.consumer import GROUP_EXPERTS, Consumer, ConsumerRules
-from strata_cli.engine.experts.depth import AutoDepth, DepthRule, FixedDepth
+from strata_cli.engine.experts.depth import MOST_DEPTH, AutoDepth, DepthRule, FixedDepth
 from strata_cli.engine.experts.entries import EntryList, Ranking, list_entries
 from strata_cli.engine.experts.gate import Gate
 from strata_cli.engine.experts.issuer import InlineIssuer, Issuer, ThreadIssuer
@@ -81,11 +81,15 @@ class Outlook:
         num_likely: per layer, how many of the first entries will probably be routed; None: none.
         foresees: the first layer alone is listed as the chunk begins, every other one by expect().
             Not with a small ring.
+        selects: so few experts are routed that only likely ones are listed ahead of the routing,
+            each layer's num_likely, and the others when it is known. For a stream that foresees and
+            skips.
     """
 
     learnt: AutoDepth | None = None
     num_likely: Sequence[int] | None = None
     foresees: bool = False
+    selects: bool = False
 
 
 UNKNOWN = Outlook()
@@ -133,6 +137,7 @@ class ChunkStream:
     Attributes:
         entries: the chunk's list. For a small ring it grows with publish().
         foresees: whether it grows with expect().
+        selects: whether that adds likely entries alone, and publish() those that it missed.
 
     Raises:
         ConfigError: the depth is out of range.
@@ -151,24 +156,35 @@ class ChunkStream:
         is_small = ring.num_slots <= SMALL_RING_SLOTS
         skips = options.skips_unrouted and not is_small
         self._ranking, self._staged = ranking, blobs.needs_stager
-        self._num_likely = [*(outlook.num_likely or [0] * ranking.num_layers)]
         self.foresees = outlook.foresees and not is_small and ranking.num_layers > 0
+        self.selects = outlook.selects and self.foresees and skips
+        nobody = [0] * ranking.num_layers
+        num_likely = outlook.num_likely or nobody
+        self._num_likely = [*(nobody if self.selects else num_likely)]
         if is_small or self.foresees:
             self.entries = EntryList(ranking.num_layers)
             if self.foresees:
-                self._list(0)
+                self._list(0, num_likely[0])
         else:
             self.entries = list_entries(ranking, blobs.needs_stager)
         gate = Gate(ranking.num_layers, ranking.num_experts) if skips else None
         self._link = RingLink(ring, self.entries, blobs.layers, blobs.stager)
-        depth = _depth_rule(options.depth, outlook.learnt) if skips else None
+        learnt = outlook.learnt
+        if self.selects:  # next to nothing is listed in vain
+            learnt = AutoDepth(min(ring.num_slots, MOST_DEPTH))
+        depth = _depth_rule(options.depth, learnt) if skips else None
         ahead = options.ahead or options.depth or AHEAD
         rules = WalkRules(ring.num_slots, depth, options.together, ahead)
         self._walk = Walk(self.entries, self._link, rules, gate, self._num_likely)
         issues = ThreadIssuer if options.has_thread else InlineIssuer
         self._issuer: Issuer = issues(self._walk, options.watchdog_s, ring.trace)
         self._ring = ring
-        grouping = ConsumerRules(group=options.group, takes_landed=options.takes_landed, kept=kept)
+        grouping = ConsumerRules(
+            group=options.group,
+            takes_landed=options.takes_landed,
+            kept=kept,
+            completes=self.selects,
+        )
         self._consumer = Consumer(
             ranking, self.entries, ring, self._issuer, gate, grouping, blobs.needs_stager
         )
@@ -214,17 +230,22 @@ class ChunkStream:
         Args:
             layer: the next one.
             scores: how much each expert is expected to be used, [E]; the ranking changes with it.
-            num_likely: how many of the first entries will probably be routed.
+            num_likely: how many of the first entries will probably be routed; if the stream
+                selects, no others are listed.
         """
         self._ranking.reorder(layer, scores)
-        self._num_likely[layer] = num_likely
-        self._list(layer)
+        self._list(layer, num_likely)
         self._issuer.nudge()
 
-    def _list(self, layer: int) -> None:
-        ranks = np.arange(self._ranking.num_resident[layer], self._ranking.num_experts)
+    def _list(self, layer: int, num_likely: int) -> None:
+        first, stop = self._ranking.num_resident[layer], self._ranking.num_experts
+        if self.selects:
+            stop = first + num_likely
+        else:
+            self._num_likely[layer] = num_likely
         staged = None if self._staged is None else self._staged[layer]
-        self.entries.add_layer(self._ranking, ranks, staged)
+        ranks = np.arange(first, stop)
+        self.entries.add_layer(self._ranking, ranks, staged, may_grow=self.selects)
 
     def groups(self, layer: int) -> Iterator[range]:
         """See Consumer.groups."""

@@ -194,7 +194,7 @@ class Walk:
             elif batch and k - batch[0] >= self.rules.ring_slots:
                 reason = None  # its slot is the batch's already, whose copies come in any order
             elif self._is_unlikely(k) and not self._has_room_ahead(len(batch)):
-                reason = Turn.UNLIKELY
+                reason = None if batch else Turn.UNLIKELY  # behind the batch there may be room
             elif jobs[k] >= 0 and not self._link.is_staged(k):
                 reason = Turn.UNSTAGED
             else:
@@ -240,7 +240,12 @@ class Walk:
         return is_behind and self._rows[layer] is None
 
     def _has_room_ahead(self, more: int) -> bool:
-        """Whether fewer copies than `ahead` would be unfinished behind so many more."""
+        """Whether fewer copies than `ahead` would be unfinished behind so many more.
+
+        Nor may a batch be more than half of them: it lands together, and the link would run dry.
+        """
+        if 2 * more >= self.rules.ahead and more:
+            return False
         if self.unfinished + more >= self.rules.ahead:
             self._count_landed()
         return self.unfinished + more < self.rules.ahead

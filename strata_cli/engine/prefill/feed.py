@@ -207,10 +207,11 @@ class StreamFeed:
         self, layer: int, start: NDArray[np.int32], elsewhere: NDArray[np.int64] | None = None
     ) -> None:
         """Tell the stream what the layer wants of it, and the kernels where they will find it."""
+        entries = self._stream.entries
+        num_listed = entries.count
         self._stream.publish(layer, start, elsewhere)
-        if self._lists_routed:
+        if self._lists_routed or entries.count > num_listed:
             row = self._addresses[layer]
-            entries = self._stream.entries
             by_rank = address_row(self._ranking, entries, layer, row, self._ring)
             self._tables.upload_row(layer, by_rank)
 
@@ -234,7 +235,8 @@ class StreamFeed:
         assert self._leaning is not None
         foreseen = self._tables.foreseen()
         is_streamed = self._ranking.rank_of[layer] >= self._ranking.num_resident[layer]
-        num_likely = int(((foreseen >= FORESEEN_TOKENS) & is_streamed).sum())
+        least = 1 if self._stream.selects else FORESEEN_TOKENS
+        num_likely = int(((foreseen >= least) & is_streamed).sum())
         self._stream.expect(layer, foreseen + self._leaning[layer], num_likely)
         entries, resident = self._stream.entries, self._addresses[layer]
         by_rank = address_row(self._ranking, entries, layer, resident, self._ring)

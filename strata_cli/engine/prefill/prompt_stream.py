@@ -17,7 +17,7 @@ from strata_cli.engine.experts.entries import Ranking, RingShape, rank_experts
 from strata_cli.engine.experts.keeping import KeptBlobs
 from strata_cli.engine.experts.order import by_score, count_likely, expected_use
 from strata_cli.engine.experts.ring import Ring
-from strata_cli.engine.experts.sizing import LONG_CHUNK_TOKENS, RingRules
+from strata_cli.engine.experts.sizing import LONG_CHUNK_TOKENS, SELECTED_RING_SLOTS, RingRules
 from strata_cli.engine.experts.store import ExpertStore
 from strata_cli.engine.experts.streaming import (
     SMALL_RING_SLOTS,
@@ -48,6 +48,7 @@ class StreamRules:
         is_likely: copy first what is likely to be routed, else in the order of ids.
         foresees: what is likely in a layer is what its router makes of what the layer before
             reads; in chunks that are not long, see LONG_CHUNK_TOKENS, where anything is skipped.
+            Nothing else is copied ahead of its routing in chunks that are short, see RingRules.
         kept_slots: for a prompt's most used experts, between its chunks.
         short_tokens: chunks of at most so many, and steps, read experts where they are, over the
             link; only those that are not in page-locked memory come through a small ring.
@@ -64,6 +65,23 @@ class StreamRules:
     short_tokens: int = SHORT_TOKENS
     cpu_share: float | None = 0.0
     cpu_threads: int = 0
+
+    @property
+    def may_foresee(self) -> bool:
+        """Whether any chunk does."""
+        return self.is_likely and self.foresees and self.stream.skips_unrouted
+
+    def selects(self, num_tokens: int, share: HostShare | None) -> bool:
+        """Whether a chunk of so many tokens copies only what is foreseen or routed.
+
+        Args:
+            num_tokens: of the chunk.
+            share: takes experts of short chunks to the host's processor, where it serves; None:
+                nobody does.
+        """
+        is_shared = share is not None and share.serves(num_tokens)
+        is_short = self.short_tokens < num_tokens < self.ring.stream_min
+        return self.may_foresee and is_short and not is_shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +243,9 @@ class PromptStream:
         is_short = num_tokens <= self._rules.short_tokens
         if self._slots is None or (is_short and self._setting.store.is_all_in_place):
             return 0
+        if self._rules.selects(num_tokens, self._share):
+            most = self._rules.ring.slots or SELECTED_RING_SLOTS
+            return min(most, self._ring_slots)
         if is_short or num_tokens < self._rules.ring.stream_min:
             return min(SMALL_RING_SLOTS, self._ring_slots)
         return self._ring_slots
@@ -268,14 +289,15 @@ class PromptStream:
         if not rules.is_likely or ring.num_slots <= SMALL_RING_SLOTS:
             return rank_experts(resident), Outlook(learnt=learnt)
         num_likely = self._history.num_likely(num_tokens, ~resident)
-        foresees = rules.foresees and rules.stream.skips_unrouted
-        if not foresees or num_tokens >= LONG_CHUNK_TOKENS:
+        if not rules.may_foresee or num_tokens >= LONG_CHUNK_TOKENS:
             ranking = rank_experts(resident, self._history.order())
             return ranking, Outlook(learnt=learnt, num_likely=num_likely)
         ranking = rank_experts(resident)
         if ranking.num_layers:
             ranking.reorder(0, self._history.leaning[0])  # the others in turn
-        return ranking, Outlook(learnt=learnt, num_likely=num_likely, foresees=True)
+        selects = rules.selects(num_tokens, self._share)
+        outlook = Outlook(learnt=learnt, num_likely=num_likely, foresees=True, selects=selects)
+        return ranking, outlook
 
     def _share_of(self, num_tokens: int, ring: Ring) -> HostShare | None:
         share = self._share

@@ -138,6 +138,7 @@ class PromptStreamer:
             pinned_share=store.pinned_share,
             num_entries=num_entries,
             room_bytes=max(lendable_bytes, own_bytes),
+            selects=self._rules.selects(num_tokens, self._share),
         )
         return ring_slots(self._rules.ring, needs)
 
