@@ -30,6 +30,7 @@ from strata_cli.engine.kernels.matmul_several import (
     grouped_matmul_pair,
     matmul_several,
 )
+from strata_cli.engine.kernels.matmul_some import ExpertMlp, can_take_some, experts_of_some
 from strata_cli.engine.kernels.splitting import clear_rows, split_pairs
 from strata_cli.engine.kernels.weight import Weight
 
@@ -199,14 +200,17 @@ def _routed(
         Experts(matrix.blobs.rows(ranks.start, ranks.stop), matrix.layout, out)
         for matrix, out in ((experts.gate, gate), (experts.up, up))
     ]
-    x, rounded = read.values, read.rounded
-    grouped_matmul_pair(stream, x, both[0], both[1], row_of, start, rounded, num_pairs)
-    in_order, down = model.workspace.numbers(pairs), experts.down
-    blobs, layout = down.blobs.rows(ranks.start, ranks.stop), down.layout
+    blobs, layout = experts.down.blobs.rows(ranks.start, ranks.stop), experts.down.layout
     out = model.workspace.take("expert_out", pairs)
+    mlp = ExpertMlp(both[0], both[1], Experts(blobs, layout, out))
+    x, rounded = read.values, read.rounded
+    if rounded is not None and can_take_some(stream, mlp, num_pairs):
+        experts_of_some(stream, rounded, mlp, row_of, start)
+        return
+    grouped_matmul_pair(stream, x, both[0], both[1], row_of, start, rounded, num_pairs)
+    in_order = model.workspace.numbers(pairs)
     if can_gate_pairs(stream, num_pairs, len(ranks)):
-        products = Experts(blobs, layout, out)
-        grouped_matmul_swiglu(stream, gate, up, products, in_order, start, num_pairs)
+        grouped_matmul_swiglu(stream, gate, up, mlp.down, in_order, start, num_pairs)
         return
     own = gate.rows(first, stop)
     moe.swiglu(stream, own, up.rows(first, stop), own)

@@ -18,6 +18,7 @@ from strata_cli.engine.model.quants import QuantType
 FEW_TOKENS = 32  # up to here, passes of the few-row function are at least as fast on a GPU
 GATED_TOKENS = 128  # up to here few rows that gate as they load save two launches and lose nothing
 FEW_PAIRS_PER_EXPERT = 8  # the same for grouped products
+SOME_PAIRS_PER_EXPERT = 8  # up to here, where there is room, a function between these two
 MOST_SHARED_COLS = 5120  # of several products in one launch: the activations of more do not fit
 FEW_TILE_ROWS = 8
 MANY_TILE_ROWS = 128

@@ -80,7 +80,7 @@ class _Kind(NamedTuple):
         return f"{self.qtype.name}, {self.lane}, {self.align}"
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """How the rows of a kind go into slots; fields as in matmul_few.cu."""
 
     slice_weights: int
@@ -158,7 +158,7 @@ class _Shape:
     parts: int
     slots: int
     sums: int
-    cuts: tuple[_Cut, ...]
+    cuts: tuple[Cut, ...]
     shared_bytes: int
 
     @property
@@ -194,7 +194,7 @@ def _conflicts(row_bytes: int, pitch: int, span_shift: int, lane_bytes: int) -> 
     return max(counts)
 
 
-def _cut(matrix: Matrix, rows: int, parts: int, streams: int) -> _Cut:
+def cut_rows(matrix: Matrix, rows: int, parts: int = 1, streams: int = 0) -> Cut:
     """Spans of as many rows as cost no more bank conflicts than rows apart, or one a stream."""
     qtype, cols = matrix.qtype, matrix.cols
     slice_weights, slices = slice_cols(qtype, cols), _num_slices(matrix)
@@ -202,7 +202,7 @@ def _cut(matrix: Matrix, rows: int, parts: int, streams: int) -> _Cut:
     row_bytes, lane_bytes = matrix.bytes_of(cols), matrix.bytes_of(max(matrix.lane, 32))
     part_bytes = min(part_slices * matrix.bytes_of(slice_weights), row_bytes)
     is_filled = BLOCK[qtype].weights == 1 and cols % 32 != 0
-    best: _Cut | None = None
+    best: Cut | None = None
     shifts: Sequence[int] = range(rows.bit_length()) if parts == 1 and not is_filled else (0,)
     if streams:
         shifts = (max(rows // streams, 1).bit_length() - 1,)
@@ -211,7 +211,7 @@ def _cut(matrix: Matrix, rows: int, parts: int, streams: int) -> _Cut:
         longest = LINE_BYTES - matrix.align + span_bytes
         chunks = blocks(longest, LINE_BYTES) * LINE_BYTES // 16 | 1
         spans = blocks(rows, 1 << shift)
-        cut = _Cut(slice_weights, slices, part_slices, rows, shift, chunks, spans * chunks)
+        cut = Cut(slice_weights, slices, part_slices, rows, shift, chunks, spans * chunks)
         if best is None:
             best = cut
             least = _conflicts(row_bytes, 16 * chunks, shift, lane_bytes)
@@ -221,10 +221,11 @@ def _cut(matrix: Matrix, rows: int, parts: int, streams: int) -> _Cut:
     return best
 
 
-def _book_bytes(kind: _Kind) -> int:
-    if not code_book(kind.qtype):
+def book_bytes(qtype: QuantType) -> int:
+    """Of a type's code book in shared memory."""
+    if not code_book(qtype):
         return 0
-    return WIDE_BOOK_BYTES if kind.qtype in WIDE_BOOKS else BOOK_BYTES
+    return WIDE_BOOK_BYTES if qtype in WIDE_BOOKS else BOOK_BYTES
 
 
 def _together(matrix: Matrix, tile_rows: int, rows: int, columns: int) -> int:
@@ -258,7 +259,7 @@ def _fixed_bytes(matrices: tuple[Matrix, ...], columns: int) -> int:
     kinds = _kinds(matrices)
     has_rest = any(kind.qtype is QuantType.F32 for kind in kinds)
     planes = len({kind.lane for kind in kinds}) + has_rest
-    book = max(map(_book_bytes, kinds))
+    book = max(book_bytes(kind.qtype) for kind in kinds)
     return book + planes * blocks(matrices[0].cols, 32) * 64 * columns
 
 
@@ -284,7 +285,11 @@ def _shapes(
     for parts in range(1, max(map(_num_slices, matrices)) + 1):
         cuts = tuple(
             max(
-                (_cut(m, tile_rows[kind], parts, streams) for m in matrices if _kind(m) == kind),
+                (
+                    cut_rows(m, tile_rows[kind], parts, streams)
+                    for m in matrices
+                    if _kind(m) == kind
+                ),
                 key=lambda cut: cut.slot_chunks,
             )
             for kind in _kinds(matrices)

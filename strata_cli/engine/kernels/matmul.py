@@ -48,7 +48,7 @@ from strata_cli.engine.kernels.products import (
     sliced_plan,
 )
 from strata_cli.engine.kernels.prompt_plan import (
-    Gpu,
+    gpu_of,
     has_split_plan,
     has_thin_plan,
     split_plan,
@@ -295,16 +295,12 @@ def _split_plan(
         return thin_plan(matrix, tokens)
     if is_few:
         return None
-    return split_plan(matrix, tokens) if has_split_plan(matrix, x_address, _gpu(stream)) else None
-
-
-def _gpu(stream: Stream) -> Gpu:
-    return Gpu(shared_limit(stream), stream.num_multiprocessors, stream.capability)
+    return split_plan(matrix, tokens) if has_split_plan(matrix, x_address, gpu_of(stream)) else None
 
 
 def _dense_plan(stream: Stream, matrix: Matrix, tokens: int) -> Plan:
     """The faster of two functions for many rows; they give the same bits."""
-    gpu = _gpu(stream)
+    gpu = gpu_of(stream)
     if has_warpgroup_plan(matrix, gpu):
         return warpgroup_plan(matrix, tokens, gpu)
     return many_plan(matrix, tokens, gpu.shared_bytes)
@@ -312,7 +308,7 @@ def _dense_plan(stream: Stream, matrix: Matrix, tokens: int) -> Plan:
 
 def _grouped_plan(stream: Stream, matrix: Matrix, pairs: int, experts: int) -> Plan:
     """The faster of two functions for many pairs; they give the same bits."""
-    gpu = _gpu(stream)
+    gpu = gpu_of(stream)
     if has_warpgroup_plan(matrix, gpu, experts):
         return grouped_warpgroup_plan(matrix, pairs, experts, gpu)
     return grouped_many_plan(matrix, pairs, experts, gpu.shared_bytes)

@@ -70,27 +70,6 @@ __device__ inline bool find_pairs(Found &found, const int *row_of, const int *ex
     return found.count > 0;
 }
 
-// A type's code book, several times over: of f16 where there is such a one, else in 16 KiB.
-template <int TYPE>
-struct FewBook {
-    static constexpr bool IS_WIDE = WIDE_COPIES<TYPE> != 0;
-    static constexpr int CHUNKS = IS_WIDE ? WIDE_BYTES<TYPE> / 16 : Codec<TYPE>::BOOK ? 1024 : 0;
-
-    __device__ static void load(unsigned *shared, int threads) {
-        if constexpr (IS_WIDE)
-            load_wide_book<TYPE>(reinterpret_cast<uint2 *>(shared), threads);
-        else
-            load_book<TYPE, BOOK_COPIES<TYPE>>(shared, threads);
-    }
-    __device__ static auto of_lane(const unsigned *shared) {
-        if constexpr (IS_WIDE)
-            return LoadedBook<TYPE>{reinterpret_cast<const uint2 *>(shared) +
-                                    threadIdx.x % WIDE_COPIES<TYPE>};
-        else
-            return Book<BOOK_COPIES<TYPE>>{shared + threadIdx.x % BOOK_COPIES<TYPE>};
-    }
-};
-
 // Shared memory of a block: code book, slots, planes of x, sets of partial sums of every team,
 // gates of every slot, what it holds.
 template <int ROWS, class... Kinds>

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from strata_cli.engine.device.base import Stream
 from strata_cli.engine.kernels.products import (
     MULTIPROCESSORS,
     WARP,
@@ -16,6 +17,7 @@ from strata_cli.engine.kernels.products import (
     Plan,
     Unit,
     alignment,
+    shared_limit,
     slice_cols,
 )
 from strata_cli.engine.kernels.shapes import blocks
@@ -44,6 +46,11 @@ class Gpu(NamedTuple):
     shared_bytes: int
     num_multiprocessors: int
     capability: tuple[int, int] = (0, 0)
+
+
+def gpu_of(stream: Stream) -> Gpu:
+    """The GPU that a stream belongs to; the host has no limits and no multiprocessors."""
+    return Gpu(shared_limit(stream), stream.num_multiprocessors, stream.capability)
 
 
 def has_split_plan(matrix: Matrix, x_address: int, gpu: Gpu) -> bool:

@@ -32,8 +32,10 @@ __device__ inline int tokens_each(int tokens, int tiles) {
     return ((tokens + tiles - 1) / tiles + 7) / 8 * 8;
 }
 
-// Which token tiles are which expert's, in shared memory: as few as there can be, of equal size.
-struct Experts {
+// Which token tiles, of up to MOST tokens, are which expert's, in shared memory: as few as there
+// can be, of equal size.
+template <int MOST>
+struct ExpertTiles {
     int *start;              // [experts + 1], as the argument
     unsigned short *prefix;  // [experts + 1]: token tiles of the experts before
     int count;
@@ -46,7 +48,7 @@ struct Experts {
         for (int first = 0; first < count; first += blockDim.x) {
             const int e = first + threadIdx.x;
             const int end = e < count ? expert_start[e + 1] : 0;
-            int sum = e < count ? (end - expert_start[e] + TOKENS - 1) / TOKENS : 0;
+            int sum = e < count ? (end - expert_start[e] + MOST - 1) / MOST : 0;
             for (int distance = 1; distance < 32; distance *= 2) {
                 const int below = __shfl_up_sync(0xffffffffu, sum, distance);
                 if (lane >= distance) sum += below;
@@ -75,6 +77,8 @@ struct Experts {
         return low;
     }
 };
+
+using Experts = ExpertTiles<TOKENS>;
 
 // The tiles of a block, weight rows innermost.
 struct GroupedTiles {

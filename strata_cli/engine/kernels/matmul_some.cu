@@ -1,0 +1,376 @@
+// Products of experts with some activation rows each: passes of about a hundred tokens (sm_90).
+//   x [R,K] f16, pairs sorted by expert; each expert's matrices are N rows of K quantized weights
+//   grouped_some:   row p of x, of pair p -> out [P,N] f32
+//   grouped_swiglu: row row_of[p] of x    -> out [P,N] f16 = silu(gate) * up of two matrices
+//   grid (blocks): each makes as many tiles as the others, one after the other, whosever they are.
+//   An expert's weights are read and decoded once for up to 8 * GROUPS of its pairs. Decoding is
+//   what bounds this, at about 20 weights of a multiprocessor per clock.
+//
+// A tile is 16 weight rows: of one matrix, or eight of each of the two, whose sums then meet in one
+// lane. One warp copies tile after tile into a ring of slots (spans.cuh); teams of the others take
+// tiles in turns, a slice to a warp, and the first warp of a team adds the slices up. All pairs of
+// a group have their activations in shared memory once. Each sum is made of the same operations in
+// the same order as in matmul_few.cu.
+#include "few_multiply.cuh"
+#include "math32.cuh"
+#include "overlap.cuh"
+#include "tiles.cuh"
+
+constexpr int TILE_ROWS = 16;
+constexpr int MOST_THREADS = 672;   // of a block: twenty warps that multiply, and one that copies
+constexpr int LOADS_AT_ONCE = 8;    // of a thread
+constexpr int PLANES_BARRIER = 15;  // of all warps that multiply; teams have those below
+
+// What the host chose for a launch: teams, warps of each (as many as a row has slices), slots of
+// the ring, 16 bytes of each, gates of a team that say what has come: so many that slots are at
+// most teams * depth, for then whoever waits at a gate knows of each time it was passed.
+struct Ring {
+    int teams, team_warps, slots, slot_chunks, depth;
+};
+
+// One of an expert's groups: its first pair, how many, and where the expert's matrices are.
+struct Group {
+    int expert, first, count;
+};
+
+template <int TYPE, int LANE, int ALIGN, int GROUPS, int MATRICES>
+struct Some {
+    using Own = Kind<TYPE, LANE, ALIGN>;
+    using R = typename Own::R;
+    using Book = FewBook<Codec<TYPE>::BOOK ? TYPE : 0>;
+    using Experts = ExpertTiles<8 * GROUPS>;
+    static constexpr int MATRIX_ROWS = TILE_ROWS / MATRICES;
+    static constexpr int ALIGNMENT = stage_alignment(ALIGN, R::bytes(256));
+    typedef float Sums[GROUPS][4];
+
+    const unsigned short *x;
+    const long long *blobs[MATRICES];
+    long long offsets[MATRICES];
+    const int *row_of;  // null: x has a row for each pair
+    void *out;
+    int rows, cols, tiles;  // of a matrix, and those of an expert
+    Plan plan;
+    Cut cut;
+    Ring ring;
+    Experts experts;
+    // Shared memory, in this order: the book, slots, x in the lanes' order, the slices' sums of
+    // every team, gates of slots and of teams, what slots hold, whose groups are whose.
+    unsigned *book;
+    unsigned char *slots;
+    uint4 *planes;
+    float4 *sums;
+    unsigned long long *empty, *full;
+    Held *held;
+    int begin, end;  // the block's tiles
+
+    __device__ void lay_out(uint4 *shared, int count) {
+        book = reinterpret_cast<unsigned *>(shared);
+        slots = reinterpret_cast<unsigned char *>(shared + Book::CHUNKS);
+        planes = shared + Book::CHUNKS + ring.slots * ring.slot_chunks;
+        sums = reinterpret_cast<float4 *>(planes + cols / 8 * (8 * GROUPS));
+        const int set = (ring.team_warps - 1) * GROUPS * 32;
+        empty = reinterpret_cast<unsigned long long *>(sums + ring.teams * set);
+        full = empty + ring.slots;
+        held = reinterpret_cast<Held *>(full + ring.teams * ring.depth);
+        int *start = reinterpret_cast<int *>(held + ring.slots);
+        experts = {start, reinterpret_cast<unsigned short *>(start + count + 1), count};
+    }
+
+    __device__ int spans() const { return MATRIX_ROWS >> plan.span_shift; }  // of a matrix
+
+    __device__ void open_gates() const {
+        if (threadIdx.x != 0) return;
+        for (int i = 0; i < ring.slots; i++) open_gate(empty + i, ring.team_warps);
+        for (int i = 0; i < ring.teams * ring.depth; i++) open_gate(full + i, MATRICES * spans());
+        publish_gates();
+    }
+
+    // By all threads of the block: which tiles are its own. scratch: a word for each warp.
+    __device__ void share_out(const int *expert_start, int *scratch) {
+        experts.load(expert_start, scratch);
+        const long long all = static_cast<long long>(experts.prefix[experts.count]) * tiles;
+        begin = static_cast<int>(all * blockIdx.x / gridDim.x);
+        end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+    }
+
+    // By whole warps.
+    __device__ Group group(int number) const {
+        const int e = experts.of_tile(number);
+        const int parts = experts.prefix[e + 1] - experts.prefix[e];
+        const int pairs = experts.start[e + 1] - experts.start[e];
+        const int each = tokens_each(pairs, parts), first = (number - experts.prefix[e]) * each;
+        return {e, experts.start[e] + first, min(each, pairs - first)};
+    }
+
+    // -- the warp that copies --------------------------------------------------------------------
+
+    __device__ void copy_tiles() const {
+        const int lane = threadIdx.x & 31, own_spans = spans();
+        const int matrix = lane / own_spans, index = lane - matrix * own_spans;
+        const unsigned char *data = nullptr;
+        int number = -1, slot = 0, team = 0, turn = 0;
+        unsigned parity = 1;  // of a slot's next emptying: at first it is free
+#pragma unroll 1
+        for (int unit = begin; unit < end; unit++) {
+            if (unit / tiles != number) {
+                number = unit / tiles;
+                const int e = experts.of_tile(number);
+                long long blob = blobs[0][e] + offsets[0];
+                if (MATRICES > 1 && matrix > 0)
+                    blob = blobs[MATRICES - 1][e] + offsets[MATRICES - 1];
+                data = reinterpret_cast<const unsigned char *>(blob);
+            }
+            if (unit - begin >= ring.slots) pass_gate(empty + slot, parity);
+            if (lane < MATRICES * own_spans) {
+                const int row = (unit - number * tiles) * MATRIX_ROWS;
+                const Stage stage = {data, rows, row, min(MATRIX_ROWS, rows - row), 0};
+                held[slot].before[lane] = before_span(cut, stage, index);
+                start_span(slots + (slot * ring.slot_chunks + lane * cut.chunks) * 16,
+                           span_of(cut, stage, index), full + team * ring.depth + turn);
+            }
+            __syncwarp();
+            if (++slot == ring.slots) slot = 0, parity ^= 1;
+            if (++team == ring.teams) {
+                team = 0;
+                if (++turn == ring.depth) turn = 0;
+            }
+        }
+        let_next_start();
+    }
+
+    // -- the warps that multiply -----------------------------------------------------------------
+
+    // Activations of a group, by all these warps.
+    __device__ void load_planes(const Group &own, int threads) const {
+        const uint4 *from = reinterpret_cast<const uint4 *>(x);
+        const int octets = cols / 8, all = octets * own.count;
+#pragma unroll 1
+        for (int base = threadIdx.x; base < all; base += LOADS_AT_ONCE * threads) {
+            uint4 v[LOADS_AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < LOADS_AT_ONCE; i++) {
+                const int at = min(base + i * threads, all - 1), column = at / octets;
+                const int pair = own.first + column;
+                const long long row = row_of ? row_of[pair] : pair;
+                v[i] = from[row * octets + (at - column * octets)];
+            }
+#pragma unroll
+            for (int i = 0; i < LOADS_AT_ONCE; i++) {
+                const int at = base + i * threads, column = at / octets;
+                if (at < all)
+                    planes[place_of<LANE>(at - column * octets, column, own.count)] = v[i];
+            }
+        }
+    }
+
+    // All steps of a slice for 8 * USED columns of x; x: the lane's first octets.
+    template <int USED, class OwnBook>
+    __device__ static void multiply_slice(Sums &sums, const Staged<ALIGN> (&rows)[2],
+                                          const uint4 *x, const int (&column)[GROUPS], int steps,
+                                          int count, OwnBook book) {
+        const int t = threadIdx.x & 3;
+#pragma unroll 1
+        for (int first = 0; first < steps; first += R::STEPS) {
+            RowScale scale[2];
+            Staged<ALIGN> row[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                row[half] = {rows[half].base, rows[half].offset + R::bytes(32 * first)};
+#pragma unroll
+            for (int i = 0; i < R::STEPS; i++) {
+                Octet w[2];
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    w[half] = decode<TYPE, LANE, ALIGN, WideCodec<TYPE>>(row[half], i, t, book,
+                                                                         scale[half]);
+                const uint4 *own_x = x + (first + i) * count * 4;
+#pragma unroll
+                for (int j = 0; j < USED; j++)
+                    multiply_step<TILE_ROWS>(sums[j], w, own_x[4 * column[j]]);
+            }
+        }
+    }
+
+    // The sums of one slice of a tile.
+    template <class OwnBook>
+    __device__ void make_slice(Sums &own, const Held &what, const unsigned char *slot, int slice,
+                               int count, OwnBook own_book) const {
+        const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+        Staged<ALIGN> lines[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            // Rows that the last tile lacks are made of what was there before, and left out.
+            const int row = 8 * half + g, span = row >> plan.span_shift;
+            const int offset = what.before[span] + row_place(cut, row) + slice * cut.slice;
+            lines[half] = {slot, offset / ALIGNMENT * ALIGNMENT};
+        }
+        int column[GROUPS];
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++) {
+            column[j] = min(8 * j + g, count - 1);
+#pragma unroll
+            for (int i = 0; i < 4; i++) own[j][i] = 0.0f;
+        }
+        const int first_k = slice * plan.slice, length = min(plan.slice, cols - first_k);
+        const uint4 *from = planes + first_k / 8 * count + t;
+        const int steps = length / 32;
+        if (GROUPS > 2 && count > 16)
+            multiply_slice<GROUPS>(own, lines, from, column, steps, count, own_book);
+        else if (GROUPS > 1 && count > 8)
+            multiply_slice<(GROUPS < 2 ? GROUPS : 2)>(own, lines, from, column, steps, count,
+                                                      own_book);
+        else
+            multiply_slice<1>(own, lines, from, column, steps, count, own_book);
+    }
+
+    // Writes a tile; the columns of a lane are 2t and 2t + 1 of each eight.
+    __device__ void write(const Sums &totals, int tile, const Group &own) const {
+        constexpr float inverse_gain = 1.0f / GAIN<TYPE>;  // a power of two
+        const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+        const int n = tile * MATRIX_ROWS + g;
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int column = 8 * j + 2 * t + i;
+                if (column >= own.count) continue;
+                const long long to = static_cast<long long>(own.first + column) * rows + n;
+                const float a = totals[j][i] * inverse_gain, b = totals[j][2 + i] * inverse_gain;
+                if constexpr (MATRICES > 1) {
+                    if (n < rows) static_cast<unsigned short *>(out)[to] = half_of(silu32(a) * b);
+                } else {
+                    if (n < rows) static_cast<float *>(out)[to] = a;
+                    if (n + 8 < rows) static_cast<float *>(out)[to + 8] = b;
+                }
+            }
+    }
+
+    __device__ static void store(float4 *to, const Sums &own) {
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++)
+            to[32 * j + (threadIdx.x & 31)] =
+                make_float4(own[j][0], own[j][1], own[j][2], own[j][3]);
+    }
+
+    __device__ static void add(Sums &totals, const float4 *from) {
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++) {
+            const float4 more = from[32 * j + (threadIdx.x & 31)];
+            totals[j][0] += more.x, totals[j][1] += more.y;
+            totals[j][2] += more.z, totals[j][3] += more.w;
+        }
+    }
+
+    // The block's tile `local` by the calling team.
+    template <class OwnBook>
+    __device__ void make_tile(const Team &team, int local, int tile, const Group &own,
+                              OwnBook own_book) const {
+        const int round = local / ring.teams, slot = local % ring.slots;
+        const int turns = round / ring.depth, gate = round - turns * ring.depth;
+        const unsigned char *from = slots + slot * ring.slot_chunks * 16;
+        float4 *const own_sums = sums + team.number * (team.warps - 1) * GROUPS * 32;
+        pass_gate(full + team.number * ring.depth + gate, turns & 1);
+        Sums totals;
+        make_slice(totals, held[slot], from, team.warp, own.count, own_book);
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) arrive(empty + slot);
+        team.wait();  // the first warp has added up the tile before
+        if (team.warp > 0) store(own_sums + (team.warp - 1) * GROUPS * 32, totals);
+        team.wait();
+        if (team.warp > 0) return;
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) totals[j][i] = 0.0f + totals[j][i];
+#pragma unroll 1
+        for (int slice = 1; slice < team.warps; slice++)
+            add(totals, own_sums + (slice - 1) * GROUPS * 32);
+        write(totals, tile, own);
+    }
+
+    __device__ void make_tiles(const Team &team) const {
+        const auto own_book = Book::of_lane(book);
+        const int threads = 32 * ring.teams * ring.team_warps;
+#pragma unroll 1
+        for (int unit = begin; unit < end;) {
+            const int number = unit / tiles, stop = min(end, (number + 1) * tiles) - begin;
+            const Group own = group(number);
+            team_barrier(PLANES_BARRIER, threads);  // nobody needs the planes of the group before
+            load_planes(own, threads);
+            team_barrier(PLANES_BARRIER, threads);
+            const int late = (unit - begin) % ring.teams;
+            int local = unit - begin - late + team.number;
+            if (team.number < late) local += ring.teams;
+#pragma unroll 1
+            for (; local < stop; local += ring.teams)
+                make_tile(team, local, begin + local - number * tiles, own, own_book);
+            unit = begin + stop;
+        }
+    }
+
+    __device__ void run(uint4 *shared, const int *expert_start, int count) {
+        const int warps = ring.teams * ring.team_warps;
+        lay_out(shared, count);
+        open_gates();
+        Book::load(book, blockDim.x);
+        wait_for_launches_ahead();
+        share_out(expert_start, reinterpret_cast<int *>(held));
+        if (threadIdx.x / 32 == warps)
+            copy_tiles();
+        else
+            make_tiles(Team({ring.teams, ring.team_warps, 0, 0, 1, 0}));
+    }
+};
+
+template <class Work>
+__device__ inline void set_shape(Work &work, long long rows, long long cols, long long teams,
+                                 long long team_warps, long long slots, long long slot_chunks,
+                                 long long depth, long long slice, long long span_shift,
+                                 long long chunks) {
+    work.rows = static_cast<int>(rows), work.cols = static_cast<int>(cols);
+    work.tiles = (work.rows + Work::MATRIX_ROWS - 1) / Work::MATRIX_ROWS;
+    work.plan = plan_from(slice, team_warps, team_warps, Work::MATRIX_ROWS, span_shift, chunks);
+    work.cut = {Work::R::bytes(work.cols),
+                Work::R::bytes(work.plan.slice),
+                work.plan.slices,
+                1,
+                work.plan.span_shift,
+                work.plan.chunks,
+                0};
+    work.ring = {static_cast<int>(teams), static_cast<int>(team_warps), static_cast<int>(slots),
+                 static_cast<int>(slot_chunks), static_cast<int>(depth)};
+}
+
+template <int TYPE, int LANE, int ALIGN, int GROUPS>
+__global__ void __launch_bounds__(MOST_THREADS, 1)
+    grouped_some(const unsigned short *x, const long long *blobs, const int *expert_start,
+                 float *out, long long, long long rows, long long cols, long long offset,
+                 long long experts, long long teams, long long team_warps, long long slots,
+                 long long slot_chunks, long long depth, long long slice, long long span_shift,
+                 long long chunks) {
+    extern __shared__ uint4 shared[];
+    Some<TYPE, LANE, ALIGN, GROUPS, 1> work;
+    work.x = x, work.row_of = nullptr, work.out = out;
+    work.blobs[0] = blobs, work.offsets[0] = offset;
+    set_shape(work, rows, cols, teams, team_warps, slots, slot_chunks, depth, slice, span_shift,
+              chunks);
+    work.run(shared, expert_start, static_cast<int>(experts));
+}
+
+template <int TYPE, int LANE, int ALIGN, int GROUPS>
+__global__ void __launch_bounds__(MOST_THREADS, 1)
+    grouped_swiglu(const unsigned short *x, const long long *gates, const long long *ups,
+                   const int *row_of, const int *expert_start, unsigned short *out, long long,
+                   long long rows, long long cols, long long gate_offset, long long up_offset,
+                   long long experts, long long teams, long long team_warps, long long slots,
+                   long long slot_chunks, long long depth, long long slice, long long span_shift,
+                   long long chunks) {
+    extern __shared__ uint4 shared[];
+    Some<TYPE, LANE, ALIGN, GROUPS, 2> work;
+    work.x = x, work.row_of = row_of, work.out = out;
+    work.blobs[0] = gates, work.offsets[0] = gate_offset;
+    work.blobs[1] = ups, work.offsets[1] = up_offset;
+    set_shape(work, rows, cols, teams, team_warps, slots, slot_chunks, depth, slice, span_shift,
+              chunks);
+    work.run(shared, expert_start, static_cast<int>(experts));
+}
