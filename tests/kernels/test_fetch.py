@@ -241,8 +241,10 @@ def test_a_fetch_takes_over_where_it_ends_what_comes_ahead(lab: Lab, spans: int)
     if not lab.device.has_own_memory:
         spans -= spans % whole  # only whole blobs come there
     state = np.zeros(AHEAD_WORDS, np.int32)
-    state[:4] = [spans, spans, 0, len(come)]
-    state[-MOST_AHEAD:][: len(come)] = come
+    state[:3] = [spans, 0, len(come)]
+    experts, done = state[-2 * MOST_AHEAD :].reshape(2, MOST_AHEAD)
+    experts[: len(come)] = come
+    done[: len(come)] = np.clip(spans - whole * np.arange(len(come)), 0, whole)
     upload(lab.device, lab.stream, scene.ahead.state, state)
     slots = np.full((3, scene.stride), GUARD, np.uint8)
     for slot, expert in enumerate(come):
@@ -255,7 +257,7 @@ def test_a_fetch_takes_over_where_it_ends_what_comes_ahead(lab: Lab, spans: int)
     scene.fetch(np.array([1, 1, 1, 1, 0], np.int32), begun)
     scene.bring(np.ones((1, 5), np.float32))  # too late
     assert (lab.get(scene.ahead.slots)[2, -200:] == slots[2, -200:]).all()
-    assert int(lab.get(scene.ahead.state)[1]) == spans
+    assert (lab.get(scene.ahead.state)[-MOST_AHEAD:] == done[: len(come)].tolist() + [0] * 13).all()
 
 
 @pytest.mark.parametrize("delay", range(6))
@@ -326,14 +328,15 @@ def test_one_launch_brings_for_all_layers(lab: Lab, blob_bytes: int, num_tokens:
         fetch_blobs(lab.stream, *own, *out, blob_bytes, coming, following)
     lab.stream.join(side)
     states = lab.get(ahead.states)
-    assert (states[1:, 1] > 0).any() == can_bring_layers(lab.stream)
+    done = states[:, -MOST_AHEAD:].sum(axis=1)
+    assert (done[1:] > 0).any() == can_bring_layers(lab.stream)
     for layer in range(2, layers):  # whose slots nobody has used since
         room = ahead.slots.rows(layer % 2, layer % 2 + 1).reshape(*ahead.slots.shape[1:])
         scene.slots, scene.ahead = slots[layer], Ahead(_state(ahead, layer), room)
         likely = foreseen[layer, :num_tokens], errors[layer], ~scene.is_cached
         listed = BRING_AHEAD.reference(*likely, 7, 3).tolist()
         spans = -(-(blob_bytes + LINE_BYTES) // SPAN_BYTES)
-        come = listed[: -(-int(states[layer, 1]) // spans)]
+        come = listed[: -(-int(done[layer]) // spans)]
         scene.check(lab.get(staged[layer]), np.arange(experts + 1, dtype=np.int32), come)
     side.close()
 

@@ -13,8 +13,9 @@ constexpr int MOST_SLOTS = 64;
 struct Blobs {
     long long source[MOST_SLOTS];
     long long place[MOST_SLOTS];
-    int first[MOST_SLOTS];  // span that is not there yet
-    int end[MOST_SLOTS];    // how many spans are to come of this one and of those before
+    int first[MOST_SLOTS];    // span that is not there yet
+    int end[MOST_SLOTS];      // how many spans are to come of this one and of those before
+    int carried[MOST_SLOTS];  // spans, by this block
     int count;
 
     __device__ int total() const { return count ? end[count - 1] : 0; }
@@ -117,13 +118,14 @@ struct Claims {
 };
 
 // Copies the spans that a thread claims until there are no more, or others end it by adding to what
-// is claimed. Returns, when they are in their slots, how many they are.
-__device__ inline unsigned carry(Ring &ring, Claims &claims, const Blobs &blobs, long long bytes) {
+// is claimed. Returns when they are in their slots; they are added to what is carried.
+__device__ inline void carry(Ring &ring, Claims &claims, Blobs &blobs, long long bytes) {
     const unsigned total = blobs.total();
     Finder finder = {blobs, 0};
     unsigned work = claims.take(), loaded = 0;
     auto load = [&] {
         ring.load(loaded++ % STAGES, finder.find(static_cast<int>(work), bytes));
+        blobs.carried[finder.slot]++;
         work = claims.take();
     };
     while (loaded < STAGES && work < total) load();
@@ -135,6 +137,5 @@ __device__ inline unsigned carry(Ring &ring, Claims &claims, const Blobs &blobs,
     }
     await_stores();
     __threadfence();
-    return loaded;
 }
 #endif

@@ -16,11 +16,11 @@ constexpr int MOST_AHEAD = 16;
 constexpr unsigned ENDED = 1u << 31;  // added to claimed
 struct Ahead {
     unsigned claimed;  // spans, and claims that came too late
-    unsigned done;     // of the claimed ones
     unsigned final;    // claimed when it was ended, and 1
     int count;         // of blobs
     unsigned go;  // LIST once the layer before is routed, BRING once most of its blobs are here
     int experts[MOST_AHEAD];
+    int done[MOST_AHEAD];  // spans that are in each slot
 };
 #if BULK
 constexpr unsigned LIST = 1, BRING = 2;
@@ -67,17 +67,21 @@ __device__ inline int end_ahead(Ahead *ahead, Ahead &own) {
     }
     __syncthreads();
     const int claimed = static_cast<int>(own.final) - 1;
-    if (threadIdx.x < MOST_AHEAD) own.experts[threadIdx.x] = __ldcg(ahead->experts + threadIdx.x);
+    if (threadIdx.x < MOST_AHEAD) {
+        own.experts[threadIdx.x] = __ldcg(ahead->experts + threadIdx.x);
+        own.done[threadIdx.x] = 0;
+    }
     if (threadIdx.x == MOST_AHEAD) own.count = claimed ? __ldcg(&ahead->count) : 0;
     __syncthreads();
     return claimed;
 }
 
 // Lists the blobs to fetch, in the order of their experts, by all threads of a block; the first
-// block writes the table. What of them was brought ahead already stays where it is.
+// block writes the table. What of them was brought ahead already stays where it is: so many spans
+// must be done.
 __device__ inline void list_blobs(Blobs &blobs, const long long *addresses, const int *expert_start,
                                   long long first_cached, long long end_cached,
-                                  const unsigned char *slots, long long *staged, const Ahead &ahead,
+                                  const unsigned char *slots, long long *staged, Ahead &ahead,
                                   const unsigned char *ahead_slots, int claimed, int spans,
                                   long long experts, long long num_slots, long long stride) {
     __shared__ int wanted_of_warp[MOST_WARPS];
@@ -104,11 +108,12 @@ __device__ inline void list_blobs(Blobs &blobs, const long long *addresses, cons
             for (int i = 0; i < ahead.count && i * spans < claimed; i++)
                 if (ahead.experts[i] == e) {
                     place = place_of(ahead_slots, stride, i, address);
-                    first = min(claimed - i * spans, spans);
+                    ahead.done[i] = first = min(claimed - i * spans, spans);
                 }
             blobs.source[slot] = address;
             blobs.place[slot] = place;
             blobs.first[slot] = first;
+            blobs.carried[slot] = 0;
         }
         if (blockIdx.x == 0 && e < experts) staged[e] = place;
         __syncthreads();
@@ -167,8 +172,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         copy_span(finder.find(work, bytes));
 #endif
     if (blockIdx.x == 0 && threadIdx.x == 0)  // what others still copy is there when this is done
-        while (atomicAdd(&ahead->done, 0) < claimed) {
-        }
+        for (int slot = 0; slot < own.count; slot++)
+            while (atomicAdd(ahead->done + slot, 0) < own.done[slot]) {
+            }
 }
 
 // keys [E]: what orders experts by how likely they are: by the largest logit of any token, with
@@ -251,7 +257,7 @@ extern "C" __global__ void bring_ahead(const float *logits, const float *errors,
         copy_span(piece_of(source, place_of(slots, stride, slot, source), bytes, span));
         __threadfence();
         __syncwarp();
-        if ((threadIdx.x & 31) == 0) atomicAdd(&ahead->done, 1u);
+        if ((threadIdx.x & 31) == 0) atomicAdd(ahead->done + slot, 1);
     }
 }
 
@@ -262,7 +268,7 @@ __device__ inline void place_ahead(Blobs &blobs, int count, const unsigned char 
     const int slot = threadIdx.x;
     if (slot < count) {
         blobs.place[slot] = place_of(slots, stride, slot, blobs.source[slot]);
-        blobs.first[slot] = 0;
+        blobs.first[slot] = blobs.carried[slot] = 0;
         blobs.end[slot] = (slot + 1) * spans;
     }
     if (slot == 0) blobs.count = count;
@@ -285,6 +291,16 @@ __device__ inline bool await_turn(Ahead *ahead, unsigned wanted, long long patie
     }
     __threadfence();
     return true;
+}
+
+// Until all that was claimed for a layer is in its slots, wanted or not: they are filled anew.
+__device__ inline void await_slots(Ahead *ahead, int spans) {
+    const int claimed = min(static_cast<int>(atomicAdd(&ahead->final, 0u)) - 1,
+                            atomicAdd(&ahead->count, 0) * spans);
+    for (int done = 0; done < claimed;) {
+        done = 0;
+        for (int slot = 0; slot < MOST_AHEAD; slot++) done += atomicAdd(ahead->done + slot, 0);
+    }
 }
 #endif
 
@@ -329,8 +345,11 @@ extern "C" __global__ void bring_layers(const float *foreseen, const float *erro
         place_ahead(blobs, own.count, slots + layer % 2 * num_slots * stride, stride,
                     spans_of(bytes));
         if (threadIdx.x == 0 && own.count && await_turn(ahead, BRING, patience_ns)) {
+            if (layer > 2) await_slots(states + layer - 2, spans_of(blob_bytes[layer - 2]));
             Claims claims(&ahead->claimed);
-            atomicAdd(&ahead->done, carry(ring, claims, blobs, bytes));
+            carry(ring, claims, blobs, bytes);
+            for (int slot = 0; slot < own.count; slot++)
+                if (blobs.carried[slot]) atomicAdd(ahead->done + slot, blobs.carried[slot]);
         }
         __syncwarp();
     }

@@ -37,8 +37,10 @@ LAYERS_BLOCKS, LAYERS_THREADS = 12, 32  # one launch brings for all layers, wher
 PATIENCE_NS = 100_000_000  # for a layer; a device may run that launch before what it waits for
 LEARNT = 0.3  # of what was foreseen wrongly, by the next token; from 0.1 on it is the same
 LEARN_THREADS = 256
-_CLAIMED, _DONE, _FINAL, _COUNT, _GO, _EXPERTS = range(6)  # words of a state
-AHEAD_WORDS = _EXPERTS + MOST_AHEAD
+# Words of a state: the last ones are there for each slot.
+_CLAIMED, _FINAL, _COUNT, _GO, _EXPERTS = range(5)
+_DONE = _EXPERTS + MOST_AHEAD
+AHEAD_WORDS = _DONE + MOST_AHEAD
 _LOCK = threading.Lock()  # on the host, of what is brought ahead
 
 
@@ -372,7 +374,8 @@ def _bring_ahead(
             if state[_FINAL]:
                 return
             _copy_blob(slots[slot], int(addresses[expert]), blob_bytes)
-            state[_CLAIMED] = state[_DONE] = (slot + 1) * _spans_of(blob_bytes)
+            state[_DONE + slot] = _spans_of(blob_bytes)
+            state[_CLAIMED] = (slot + 1) * _spans_of(blob_bytes)
 
 
 def _bring_layers(_begin: int, _end: int, *_args: object) -> None:
