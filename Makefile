@@ -83,7 +83,7 @@ binary: $(BINARY) ## build dist/strata.pyz, one file for this Python; BINARY_EXT
 		--quiet --disable-pip-version-check '.[$(BINARY_EXTRAS)]'
 	@ls -l dist/strata.pyz
 
-docs: $(DEV) ## write the settings table and the command line reference
+docs: $(DEV) ## write the pages on settings, the command line and rooms
 	$(BIN)/python -m tools.generate_docs
 
 docs-check: $(DEV) ## fail when `make docs` would change a page

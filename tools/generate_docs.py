@@ -1,8 +1,8 @@
-"""Writes the generated pages of docs/: the settings table and the command line reference.
+"""Writes the generated pages of docs/: settings, command line, and what each file holds.
 
 Run as ``python -m tools.generate_docs``; with ``--check`` it changes nothing and fails when a
-page is not what it would write. Pages are rendered from the settings and options themselves, not
-from click's formatted help, so a click release does not change them.
+page is not what it would write. Settings and options are rendered from themselves, not from click's
+formatted help, so a click release does not change a page.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import click
 
 from strata_cli.commands.main import strata
 from strata_cli.config import StrataConfig, flag_of, parser_of, variable_of
+from tools.rooms_page import rooms_page
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTICE = "<!-- Written by tools/generate_docs.py; `make docs` writes it again. -->"
@@ -138,6 +139,7 @@ def _page(title: str, *parts: str) -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "cli.md": lambda: cli_page(strata),
+    "rooms.md": lambda: _page("Rooms", *rooms_page()),
 }
 
 
