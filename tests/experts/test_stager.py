@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,7 @@ from strata_cli.engine.device.host import HostDevice
 from strata_cli.engine.experts import stager as stager_module
 from strata_cli.engine.experts.stager import Stager
 from strata_cli.errors import DeviceError, StallError, StateError
+from tests.engine.streams import failing
 
 SLOT_BYTES = 64
 PATIENCE_S = 10.0
@@ -240,6 +242,20 @@ def test_an_end_that_was_interrupted_is_made_up_for(
         event.is_reached = True
         beginner.join(PATIENCE_S)
         check_blob(stager, jobs_of(0, 0, 9), 0)
+
+
+@pytest.mark.parametrize("interrupts", [{"_list_jobs": 0}, {"end": 1}, {"_list_jobs": 0, "end": 1}])
+def test_however_a_list_was_interrupted_the_next_one_begins(
+    host: Device, source: Source, interrupts: dict[str, int]
+) -> None:
+    """While it begins, while it ends, or at both."""
+    with Stager(host, source, SLOT_BYTES, 2, 2) as stager:
+        with ExitStack() as interrupted, pytest.raises(KeyboardInterrupt):
+            for name, after in interrupts.items():
+                interrupted.enter_context(failing(stager, (name,), after, KeyboardInterrupt()))
+            with stager.staging(jobs_of(9)):
+                pass
+        take_all(stager, jobs_of(0, 0, 9))
 
 
 def test_ending_waits_for_the_copies_and_not_for_those_that_wait_for_them(

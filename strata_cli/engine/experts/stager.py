@@ -131,9 +131,13 @@ class Stager:
 
     @contextmanager
     def staging(self, jobs: JobList) -> Iterator[Stager]:
-        """begin(), and end() behind it in any case."""
-        self.begin(jobs)
+        """begin(), and end() behind it in any case.
+
+        Interrupted twice, it is the next one that ends the list.
+        """
+        self.end()
         try:
+            self.begin(jobs)
             yield self
         except BaseException:
             try:
