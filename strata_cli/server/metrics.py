@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -82,16 +81,15 @@ def _engine(status: Status) -> Iterable[Metric]:
         yield _gauge(
             f"strata_engine_{state}", f"Requests that are {state}.", getattr(status, state)
         )
-    counters = msgspec.structs.asdict(status.counters)
-    experts = counters.pop("experts")
-    for name, value in counters.items():
-        yield _counter(f"strata_engine_{name}", _MEANING.get(name, name), value)
-    if experts is not None:
-        for name, value in msgspec.structs.asdict(experts).items():
-            yield _counter(f"strata_experts_{name}", _EXPERTS.get(name, name), value)
+    counters = status.counters
+    for name, meaning in _TOTALS.items():
+        yield _counter(f"strata_engine_{name}", meaning, getattr(counters, name))
+    if counters.experts is not None:
+        for name, meaning in _EXPERTS.items():
+            yield _counter(f"strata_experts_{name}", meaning, getattr(counters.experts, name))
 
 
-_MEANING = {
+_TOTALS = {
     "requests": "Requests taken, since the engine's start.",
     "requests_failed": "Requests that failed.",
     "requests_cancelled": "Requests that were stopped.",
@@ -100,11 +98,11 @@ _MEANING = {
     "reused_tokens": "Of these, known from earlier prompts.",
     "read_tokens": "Of these, read.",
     "generated_tokens": "Tokens generated.",
-    "passes": "Passes over chunks of prompts.",
-    "steps": "Passes that generated.",
-    "step_rows": "Tokens that these passes took in.",
-    "prompt_ms": "Milliseconds of reading prompts.",
-    "step_ms": "Milliseconds of generating.",
+    "passes": "Passes of the engine, of any kind.",
+    "steps": "Of these, passes of generated tokens alone.",
+    "step_rows": "Generated tokens that passes of any kind took in.",
+    "prompt_ms": "Milliseconds of passes with pieces of prompts.",
+    "step_ms": "Milliseconds of passes of generated tokens alone.",
 }
 
 _EXPERTS = {

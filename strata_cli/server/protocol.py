@@ -16,6 +16,7 @@ import msgspec
 
 from strata_cli.config import StrataConfig
 from strata_cli.engine.decode.sampling import Sampler
+from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.errors import StrataError
 
 PROTOCOL_VERSION = 1
@@ -305,18 +306,7 @@ class Failed(Message, frozen=True, kw_only=True):
     hint: str
 
 
-class ExpertCounters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Experts that steps were routed to, and what became of them, since the worker started."""
-
-    routed: int
-    hits: int
-    pcie: int
-    cpu: int
-    dropped: int
-    swaps: int
-
-
-class Counters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Counters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Totals since the worker started.
 
     Attributes:
@@ -327,7 +317,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         passes: of the engine, of any kind.
         steps: passes of generated tokens alone; step_rows counts these tokens in all passes.
         prompt_ms, step_ms: time of passes with pieces of prompts, and of steps alone.
-        experts: of steps; None where all experts stay put.
+        experts: that steps were routed to; None where all experts stay put.
     """
 
     requests: int = 0
@@ -343,7 +333,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     step_rows: int = 0
     prompt_ms: float = 0.0
     step_ms: float = 0.0
-    experts: ExpertCounters | None = None
+    experts: ResidencyCounts | None = None
 
 
 class Status(Message, frozen=True, kw_only=True):

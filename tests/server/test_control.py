@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.models import DEMO_MODEL_PATH
 from strata_cli.server.app import create_app
 from strata_cli.server.asking import SamplingDefaults
 from strata_cli.server.idling import unload_when_idle
-from strata_cli.server.protocol import Counters, ExpertCounters, Status
+from strata_cli.server.protocol import Counters, Status
 from strata_cli.server.queue import RequestQueue
 from strata_cli.server.texts import ModelTexts
 from tests.server.asgi import ask, get, post
@@ -165,7 +166,7 @@ def test_metrics_count_routes_and_states() -> None:
 def test_metrics_have_what_the_engine_counts() -> None:
     class Counting(FakeEngine):
         async def status(self) -> Status:
-            experts = ExpertCounters(routed=9, hits=7, pcie=2, cpu=0, dropped=0, swaps=1)
+            experts = ResidencyCounts(routed=9, hits=7, pcie=2, cpu=0, dropped=0, swaps=1)
             counters = Counters(canonical_reads=5, step_ms=1.5, experts=experts)
             return Status(
                 waiting=1, reading=2, generating=3, counters=counters, memory_bytes=1 << 20
@@ -178,6 +179,9 @@ def test_metrics_have_what_the_engine_counts() -> None:
     assert "strata_engine_step_ms_total 1.5" in lines
     assert "strata_experts_hits_total 7.0" in lines
     assert "strata_engine_memory_bytes 1.048576e+06" in lines
+    totals = {line.split()[0] for line in lines if line.startswith("strata_engine_")}
+    of_status = set(Counters.__struct_fields__) - {"experts"}
+    assert {f"strata_engine_{name}_total" for name in of_status} <= totals
 
 
 def test_tokens_and_back() -> None:
