@@ -115,5 +115,5 @@ def test_the_compiler_runs_in_a_thread_where_no_interrupt_can_get_lost(
     monkeypatch.setattr(dequant, "c_function", noted)
     monkeypatch.setattr(dequant, "_ready", {})
     dequantizer(QuantType.Q8_0)
-    assert len(threads) == 1
-    assert threads[0] is not threading.main_thread()
+    assert threads
+    assert threading.main_thread() not in threads

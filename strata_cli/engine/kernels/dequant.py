@@ -23,6 +23,7 @@ from strata_cli.engine.kernels import dequant_blocks, dequant_books
 from strata_cli.engine.kernels.dequant_lanes import Block
 from strata_cli.engine.kernels.jit import c_function, intrinsic
 from strata_cli.engine.kernels.pointers import emit_call_decoder, emit_copy_floats
+from strata_cli.engine.kernels.row_dots import DOTS_SIGNATURE, dot_rows, has_dots
 from strata_cli.engine.model.quants import BLOCK, BlockLayout, QuantType, grid
 
 cgutils: Any = numba_cgutils  # carries no types
@@ -39,11 +40,13 @@ class Dequantizer(NamedTuple):
             0 when the bytes are float32 weights already.
         table: address of the type's code book, or 0; both addresses stay valid for ever.
         block_weights: weights per block.
+        dots: address of the type's dot products, see row_dots.py; 0 where it has none.
     """
 
     function: int
     table: int
     block_weights: int
+    dots: int
 
 
 _lock = threading.Lock()
@@ -65,14 +68,20 @@ def dequantizer(qtype: int) -> Dequantizer:
 def _build(qtype: QuantType) -> Dequantizer:
     layout = BLOCK[qtype]
     if qtype == QuantType.F32:
-        return Dequantizer(0, 0, layout.weights)
+        return Dequantizer(0, 0, layout.weights, 0)
     name = qtype.name.lower()
     decoder = getattr(dequant_books, name, None) or getattr(dequant_blocks, name)
+    loop = _named(_loop, decoder, _emit_loop=_loop_over_blocks(decoder, layout))
+    functions = [(_SIGNATURE, loop)]
+    if has_dots(layout):
+        dots = _named(_dots, decoder, "_dots", _emit_dots=dot_rows(decoder, layout))
+        functions.append((DOTS_SIGNATURE, dots))
     # A thread of its own: inside the compiler Python would drop an interrupt of this one.
     with ThreadPoolExecutor(1) as compiler:
-        compiled = compiler.submit(c_function, _SIGNATURE, _named_loop(decoder, layout)).result()
-    _keep_alive.append(compiled)
-    return Dequantizer(compiled.address, _code_book_address(qtype), layout.weights)
+        compiled = [compiler.submit(c_function, *each).result() for each in functions]
+    _keep_alive.extend(compiled)
+    decode, dots_address = compiled[0].address, compiled[-1].address if has_dots(layout) else 0
+    return Dequantizer(decode, _code_book_address(qtype), layout.weights, dots_address)
 
 
 def _code_book_address(qtype: QuantType) -> int:
@@ -84,26 +93,33 @@ def _code_book_address(qtype: QuantType) -> int:
 
 
 _emit_loop: Any = None  # what _loop calls; every copy of it has its own
+_emit_dots: Any = None  # the same of _dots
 
 
 def _loop(blocks: int, weights: int, count: int, table: int) -> None:
     _emit_loop(blocks, weights, count, table)
 
 
-def _named_loop(decoder: Callable[[Block], None], layout: BlockLayout) -> Callable[..., Any]:
-    """The function to compile for a decoder.
+def _dots(row: int, stride: int, rows: int, x: int, blocks: int, table: int, out: int) -> None:
+    _emit_dots(row, stride, rows, x, blocks, table, out)
+
+
+def _named(
+    template: Callable[..., None], decoder: Callable[[Block], None], ending: str = "", **scope: Any
+) -> Callable[..., Any]:
+    """The function to compile for a decoder: a template with names of its own.
 
     numba keys its disk cache by a function's file, name and first line, and drops an entry when
-    the file changes. So each decoder gets a copy of _loop that claims to stand where it stands.
+    the file changes. So each decoder gets copies that claim to stand where it stands.
     """
-    code = _loop.__code__.replace(
+    assert isinstance(template, FunctionType)
+    code = template.__code__.replace(
         co_filename=decoder.__code__.co_filename,
         co_firstlineno=decoder.__code__.co_firstlineno,
-        co_name=decoder.__name__,
-        co_qualname=decoder.__qualname__,
+        co_name=decoder.__name__ + ending,
+        co_qualname=decoder.__qualname__ + ending,
     )
-    scope = {"_emit_loop": _loop_over_blocks(decoder, layout), "__name__": decoder.__module__}
-    return FunctionType(code, scope)
+    return FunctionType(code, {**scope, "__name__": decoder.__module__})
 
 
 def _loop_over_blocks(decoder: Callable[[Block], None], layout: BlockLayout) -> Callable[..., Any]:

@@ -175,12 +175,13 @@ def tq2_0(block: Block) -> None:
 
 def mxfp4(block: Block) -> None:
     """An e8m0 exponent, 16 bytes of two e2m1 codes; half the scale times doubled values."""
-    exponent, codes = block.byte(0), block.bytes(1, 16)
+    exponent = block.byte(0)
     # Exponents 0 and 1 make denormals.
     is_small = (exponent >> 1).equals(0)
     d = is_small.pick((exponent + 1) << 21, (exponent - 1) << 23).as_float()
-    block.store(0, block.look_up(codes & 15, _E2M1_DOUBLED).floats() * d)
-    block.store(16, block.look_up(codes >> 4, _E2M1_DOUBLED).floats() * d)
+    low, high = block.look_up_pairs(1, _E2M1_DOUBLED, d)
+    block.store(0, low)
+    block.store(16, high)
 
 
 def nvfp4(block: Block) -> None:

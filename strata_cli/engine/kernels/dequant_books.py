@@ -6,6 +6,7 @@ state them. Books: ``model.quants.grid``. All but iq4 store blocks of 256 weight
 
 from __future__ import annotations
 
+from strata_cli.engine.kernels import dequant_wide
 from strata_cli.engine.kernels.dequant_lanes import Block
 from strata_cli.engine.kernels.lanes import Lanes
 
@@ -72,6 +73,9 @@ def iq2_s(block: Block) -> None:
 
 def iq3_xxs(block: Block) -> None:
     """Half d, 64 indices, then per 32 weights: 4 seven-bit signs and a 4-bit scale in 4 bytes."""
+    if dequant_wide.is_wide(block):
+        dequant_wide.iq3_xxs(block)
+        return
     d = block.half(0)
     for run in range(8):
         word = block.integer(66 + 4 * run, 32)
@@ -134,11 +138,16 @@ def iq1_m(block: Block) -> None:
             block.store(8 * group, _shifted(values, high & 8, scale))
 
 
+def _store_pairs(block: Block, first: int, at: int, scale: Lanes) -> None:
+    """32 weights from weight ``first`` on: 16 bytes of two codes at a byte."""
+    low, high = block.look_up_pairs(at, _IQ4_BOOK, scale)
+    block.store(first, low)
+    block.store(first + 16, high)
+
+
 def iq4_nl(block: Block) -> None:
     """Half d, 16 bytes of two codes: weights 0..15 in the low halves, 16..31 in the high ones."""
-    d, codes = block.half(0), block.bytes(2, 16)
-    block.store(0, block.look_up(codes & 15, _IQ4_BOOK).floats() * d)
-    block.store(16, block.look_up(codes >> 4, _IQ4_BOOK).floats() * d)
+    _store_pairs(block, 0, 2, block.half(0))
 
 
 def iq4_xs(block: Block) -> None:
@@ -147,6 +156,4 @@ def iq4_xs(block: Block) -> None:
     for run in range(8):
         high = (high_scales >> (2 * run)) & 3
         scale = d * ((_nibble(block, 4, run) | (high << 4)) - 32).floats()
-        codes = block.bytes(8 + 16 * run, 16)
-        block.store(32 * run, block.look_up(codes & 15, _IQ4_BOOK).floats() * scale)
-        block.store(32 * run + 16, block.look_up(codes >> 4, _IQ4_BOOK).floats() * scale)
+        _store_pairs(block, 32 * run, 8 + 16 * run, scale)

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils as numba_cgutils
 
-from strata_cli.engine.kernels.lanes import Lanes
+from strata_cli.engine.kernels.lanes import Lanes, instruction
 
-cgutils: Any = numba_cgutils  # carries no types
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
+_WIDE = 16  # floats of the widest register
 BOOK = 16  # entries of a code book that fits a vector
 
 
@@ -28,6 +27,20 @@ def _lanes_of(builder: Any, vector: Any, count: int) -> Any:
     return builder.shuffle_vector(vector, undefined, ir.Constant(ir.VectorType(_I32, count), order))
 
 
+def look_up_floats(codes: Lanes, book: Sequence[float], scale: Lanes) -> Lanes:
+    """book[code] * scale in 16 lanes, where the processor has AVX-512.
+
+    Args:
+        codes: 32-bit lanes, of which the lowest four bits count.
+        book: 16 numbers.
+        scale: of them, a scalar.
+    """
+    kind = ir.VectorType(ir.FloatType(), _WIDE)
+    scaled = Lanes(codes.builder, ir.Constant(kind, [float(entry) for entry in book])) * scale
+    name = "llvm.x86.avx512.permvar.sf.512"
+    return instruction(codes.builder, name, kind, scaled.value, codes.value)
+
+
 class Block:
     """One quantized block being decoded; positions are bytes from its start, weights from zero."""
 
@@ -38,7 +51,11 @@ class Block:
         self._source = source
         self._target = target
         self._table = table
-        self._has_shuffle = "+ssse3" in features
+        self._features = frozenset(features.split(","))
+
+    def has(self, *features: str) -> bool:
+        """Whether the processor has all of these, by LLVM's names."""
+        return all(f"+{feature}" in self._features for feature in features)
 
     def _load(self, base: Any, index: Any, kind: Any) -> Lanes:
         at = self._builder.bitcast(self._builder.gep(base, [index]), kind.as_pointer())
@@ -51,8 +68,12 @@ class Block:
     def half_from(self, bits: Lanes) -> Lanes:
         """The float32 of an IEEE half given as a 16-bit integer.
 
-        By integers, because LLVM calls a function that need not be there where the CPU cannot.
+        By integers where the processor has no instruction: LLVM would call a function there that
+        need not exist.
         """
+        if self.has("f16c"):
+            half = self._builder.bitcast(bits.value, ir.HalfType())
+            return Lanes(self._builder, self._builder.fpext(half, ir.FloatType()))
         wide = bits.unsigned(32)
         magnitude = (wide & 0x7FFF) << 13
         exponent = wide & 0x7C00
@@ -66,6 +87,10 @@ class Block:
     def integer(self, at: int, bits: int) -> Lanes:
         """A little-endian integer at a byte."""
         return self._load(self._source, ir.Constant(_I64, at), ir.IntType(bits))
+
+    def integers(self, at: int, count: int) -> Lanes:
+        """Consecutive little-endian 32-bit integers from a byte on, as lanes."""
+        return self._load(self._source, ir.Constant(_I64, at), ir.VectorType(_I32, count))
 
     def byte(self, at: int) -> Lanes:
         """The unsigned byte at a position, as a 32-bit scalar."""
@@ -94,16 +119,22 @@ class Block:
     def look_up(self, codes: Lanes, book: Sequence[int]) -> Lanes:
         """book[code] in each byte lane, at most 16: one instruction where the processor has it."""
         count = codes.value.type.count
-        if not self._has_shuffle or count > BOOK:
+        if not self.has("ssse3") or count > BOOK:
             return codes.look_up(book)
         builder, kind = self._builder, ir.VectorType(_I8, BOOK)
         name = "llvm.x86.ssse3.pshuf.b.128"
-        shuffle = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(kind, [kind, kind]), name
-        )
         wide = _lanes_of(builder, codes.value, BOOK)
-        values = builder.call(shuffle, [ir.Constant(kind, list(book)), wide])
-        return Lanes(builder, _lanes_of(builder, values, count))
+        values = instruction(builder, name, kind, ir.Constant(kind, list(book)), wide)
+        return Lanes(builder, _lanes_of(builder, values.value, count))
+
+    def look_up_pairs(self, at: int, book: Sequence[int], scale: Lanes) -> tuple[Lanes, Lanes]:
+        """16 bytes of two codes: book[code] * scale of all low halves, and of all high ones."""
+        codes = self.bytes(at, _WIDE)
+        if self.has("avx512f"):
+            codes = codes.unsigned(32)
+            return look_up_floats(codes, book, scale), look_up_floats(codes >> 4, book, scale)
+        low, high = (self.look_up(each, book).floats() for each in (codes & 15, codes >> 4))
+        return low * scale, high * scale
 
     def store(self, first: int, values: Lanes) -> None:
         """Write float32 weights from weight ``first`` on."""

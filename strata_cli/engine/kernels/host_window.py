@@ -29,7 +29,7 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
 GATE, UP, DOWN = 0, 1, 2
-FIELDS = 7  # of a matrix, see matrix_fields
+FIELDS = 8  # of a matrix, see matrix_fields
 COUNTERS = 8  # of a layer: taken and done, of three stages
 DONE, STOPPED = 0, 1
 
@@ -206,6 +206,7 @@ def _product(
         matrix[4],
         matrix[5],
         matrix[6],
+        matrix[7],
     )
 
 

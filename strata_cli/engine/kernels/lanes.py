@@ -183,6 +183,15 @@ class Lanes:
         mask = ir.Constant(ir.VectorType(_I32, len(order)), order)
         return self._new(self.builder.shuffle_vector(self.value, self.value, mask))
 
+    def shuffled(self, other: Lanes, order: Sequence[int]) -> Lanes:
+        """Lanes of this vector and, from its width on, of the other, in an order."""
+        mask = ir.Constant(ir.VectorType(_I32, len(order)), list(order))
+        return self._new(self.builder.shuffle_vector(self.value, other.value, mask))
+
+    def lane(self, index: int) -> Lanes:
+        """One of a vector, as a scalar."""
+        return self._new(self.builder.extract_element(self.value, ir.Constant(_I32, index)))
+
     def spread(self, count: int) -> Lanes:
         """A scalar in every one of count lanes."""
         return self._new(self._spread(count))
@@ -203,14 +212,19 @@ class Lanes:
         return values[0]
 
 
+def instruction(builder: Any, name: str, kind: Any, *operands: Any) -> Lanes:
+    """The result of an LLVM intrinsic: of a type, made of LLVM values."""
+    function_type = ir.FunctionType(kind, [operand.type for operand in operands])
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)
+    return Lanes(builder, builder.call(function, list(operands)))
+
+
 def _call(name: str, *operands: Lanes) -> Lanes:
     """An LLVM intrinsic over float32 operands of one type."""
     kind, builder = operands[0].value.type, operands[0].builder
     suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(kind, [kind] * len(operands)), f"llvm.{name}.{suffix}"
-    )
-    return Lanes(builder, builder.call(function, [operand.value for operand in operands]))
+    values = [operand.value for operand in operands]
+    return instruction(builder, f"llvm.{name}.{suffix}", kind, *values)
 
 
 def fma(a: Lanes, b: Operand, c: Operand) -> Lanes:

@@ -34,6 +34,7 @@ from strata_cli.engine.kernels.pointers import (
     address_of,
     allocate_bytes,
     call_decoder,
+    call_dots,
     free_bytes,
 )
 from strata_cli.engine.kernels.products import (
@@ -106,13 +107,15 @@ def product_items(
     function: int,
     table: int,
     block_weights: int,
+    dots: int,
 ) -> None:
     """Items are (row tile, part of the segments), row tile outermost.
 
     Segment s makes output rows start[s] .. start[s + 1] from the packed matrix offset bytes into
-    blobs[s] and the rows of x that row_of names. x and out are addresses; function, table
-    and block_weights are the type's decoder. For a few activation rows it decodes four weight rows
-    at a time, so that they are still in the first-level cache when they are used.
+    blobs[s] and the rows of x that row_of names. x and out are addresses; function, table,
+    block_weights and dots are the type's decoder. One activation row is multiplied while weights
+    are decoded. For a few it decodes four weight rows at a time, so that they are still in the
+    first-level cache when they are used.
     """
     pitch, segments = rows * _FLOAT_BYTES, blobs.size
     w_pitch = (cols if cols % _PADDED_COLS else cols + _PADDING) * _FLOAT_BYTES
@@ -126,6 +129,12 @@ def product_items(
             first = np.intp(start[s])
             count = start[s + 1] - first
             if count == 0:
+                continue
+            if count == 1 and dots != 0:
+                w, n = blobs[s] + offset + first_row * row_nbytes, end_row - first_row
+                source = x + np.intp(row_of[first]) * cols * _FLOAT_BYTES
+                to = out + first * pitch + first_row * _FLOAT_BYTES
+                call_dots(dots, w, row_nbytes, n, source, cols // block_weights, table, to)
                 continue
             ids = address_of(row_of) + first * 4
             step = 4 if count < FEW_ROWS else ROW_TILE

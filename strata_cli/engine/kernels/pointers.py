@@ -65,6 +65,29 @@ def emit_call_decoder(
 
 
 @intrinsic
+def call_dots(
+    _typing: Any,
+    _function: Any,
+    _row: Any,
+    _stride: Any,
+    _rows: Any,
+    _x: Any,
+    _blocks: Any,
+    _table: Any,
+    _out: Any,
+) -> Any:
+    """Call a type's dot products; takes its address, and what row_dots.py says."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        function, *operands = args
+        kind = ir.FunctionType(ir.VoidType(), [_I64] * len(operands))
+        builder.call(builder.inttoptr(function, kind.as_pointer()), operands)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 8), generate
+
+
+@intrinsic
 def call_decoder(
     _typing: Any, _function: Any, _blocks: Any, _weights: Any, _count: Any, _table: Any
 ) -> Any:

@@ -150,7 +150,7 @@ def _join(builder: Any, parts: list[Value]) -> Value:
     return parts[0]
 
 
-def _fold(builder: Any, sums: list[Value]) -> Value:
+def fold_lanes(builder: Any, sums: list[Value]) -> Value:
     """Sum the 16 lanes of each output; result lane i is output i.
 
     Two outputs share each addition: at distance ``half``, lanes with that bit clear keep the first
@@ -213,7 +213,7 @@ def _emit_tile(builder: Any, args: Sequence[Value], rows: int, tokens: int, cut:
             for lane in range(0, LANES, cut.lanes)
         ]
         sums += [_join(builder, list(parts)) for parts in zip(*passes, strict=True)]
-    _store_rows(builder, _fold(builder, sums), out, out_stride, rows)
+    _store_rows(builder, fold_lanes(builder, sums), out, out_stride, rows)
 
 
 def _emit_product(builder: Any, args: Sequence[Value], cut: Registers) -> None:

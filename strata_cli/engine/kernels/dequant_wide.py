@@ -1,0 +1,147 @@
+"""Decoders for processors whose registers hold all codes of a block: AVX-512 with byte shuffles.
+
+Weights are those of ``dequant_books``, bit for bit. What takes time there is to look rows of a code
+book up one by one. Here 64 indices are looked up at once, in registers, and become one stream of
+4-bit codes: a level and a sign. A second look-up, in 16 floats that are scaled already, makes 16
+codes weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from llvmlite import ir
+
+from strata_cli.engine.kernels.dequant_lanes import Block, look_up_floats
+from strata_cli.engine.kernels.lanes import Lanes, instruction
+from strata_cli.engine.model.quants import QuantType, grid
+
+_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512vbmi", "gfni")
+_I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
+_BYTES = 64  # of a register
+_HALF_BYTES, _WHOLE_BYTES = ir.VectorType(_I8, 32), ir.VectorType(_I8, _BYTES)
+
+# Where in 8 bytes the seven sign bits of 8 weights begin: 4 times 7 in each of two words.
+_SIGN_FIELDS = (0, 7, 14, 21, 32, 39, 46, 53)
+# Of a byte's bits, those whose parity each bit of another byte becomes.
+_EVEN_SIGNS = (1, 2, 4, 8, 16, 32, 64, 0x7F)
+_FIRST_SIGNS = (0, 0, 0, 1, 0, 0, 0, 2)  # of four weights' signs: those of the first two codes
+_LAST_SIGNS = (0, 0, 0, 4, 0, 0, 0, 8)
+
+
+def is_wide(block: Block) -> bool:
+    """Whether these decoders run where a block is decoded."""
+    return block.has(*_FEATURES)
+
+
+def iq3_xxs(block: Block) -> None:
+    """Half d, 64 indices, then per 32 weights: 4 seven-bit signs and a 4-bit scale in 4 bytes."""
+    words = block.integers(66, 8)
+    scales = block.half(0) * ((words >> 28).floats() + 0.5) * 0.5
+    books = _books_of_pairs()
+    indices, signs = block.bytes(2, _BYTES), _signs_of_fours(block, 66)
+    firsts = _look_up_256(indices, books.first) | _combined_bits(signs, _FIRST_SIGNS)
+    lasts = _look_up_256(indices, books.last) | _combined_bits(signs, _LAST_SIGNS)
+    # Index i has two codes in byte i of either. Side by side they are the codes in order; that
+    # leaves eight times 16 bytes, of 32 weights each: by turns in these two.
+    streams = [_interleaved(firsts, lasts, start) for start in (0, 8)]
+    spread = [[_spread(stream, pair) for stream in streams] for pair in (0, 2)]
+    book = (*books.levels, *(-level for level in books.levels))
+    for run in range(8):
+        codes, scale = spread[run // 4][run % 2], scales.lane(run)
+        for half in range(2):
+            byte = 2 * (run // 2 % 2) + half
+            shifts = [8 * byte + 4 * (lane % 2) for lane in range(16)]
+            block.store(32 * run + 16 * half, look_up_floats(codes >> shifts, book, scale))
+
+
+class _Books(NamedTuple):
+    """Rows of four magnitudes as two bytes each, and the eight magnitudes that there are.
+
+    Attributes:
+        first, last: the first two and the last two of each row, as places in ``levels``: four bits
+            each, of which a sign may take the highest.
+        levels: ascending.
+    """
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    levels: tuple[int, ...]
+
+
+@cache
+def _books_of_pairs() -> _Books:
+    """Those of IQ3_XXS."""
+    rows = np.asarray(grid(QuantType.IQ3_XXS)).reshape(-1, 4).astype(np.int64)
+    levels, codes = np.unique(rows, return_inverse=True)
+    codes = codes.reshape(rows.shape)
+    first, last = codes[:, 0] | codes[:, 1] << 4, codes[:, 2] | codes[:, 3] << 4
+    return _Books(*(tuple(each.tolist()) for each in (first, last, levels)))
+
+
+def _signs_of_fours(block: Block, at: int) -> Lanes:
+    """The signs of weights 4 i .. 4 i + 4 in the low half of byte i; its high half is anything."""
+    fields = ir.Constant(_HALF_BYTES, _SIGN_FIELDS * 4)
+    name = "llvm.x86.avx512.pmultishift.qb.256"
+    packed = block.bytes(at, 32)
+    sevens = instruction(packed.builder, name, _HALF_BYTES, fields, packed.value)
+    signs = _combined_bits(sevens, _EVEN_SIGNS).unsigned(16)
+    both = signs | (signs << 4)
+    return Lanes(both.builder, both.builder.bitcast(both.value, _WHOLE_BYTES))
+
+
+def _combined_bits(values: Lanes, masks: Sequence[int]) -> Lanes:
+    """In each byte, bit b is the parity of the bits of masks[b]."""
+    kind = values.value.type
+    name = f"llvm.x86.vgf2p8affineqb.{8 * kind.count}"
+    matrix = ir.Constant(kind, list(reversed(masks)) * (kind.count // 8))
+    operands = values.value, matrix, ir.Constant(_I8, 0)
+    return instruction(values.builder, name, kind, *operands)
+
+
+def _look_up_256(indices: Lanes, book: Sequence[int]) -> Lanes:
+    """book[index] in each of 64 bytes."""
+    name, builder = "llvm.x86.avx512.vpermi2var.qi.512", indices.builder
+    quarters = [
+        ir.Constant(_WHOLE_BYTES, list(book[start : start + _BYTES]))
+        for start in range(0, len(book), _BYTES)
+    ]
+    low, high = (
+        instruction(builder, name, _WHOLE_BYTES, quarters[i], indices.value, quarters[i + 1])
+        for i in (0, 2)
+    )
+    zero = ir.Constant(_WHOLE_BYTES, [0] * _BYTES)
+    is_high = Lanes(builder, builder.icmp_signed("<", indices.value, zero))
+    return is_high.pick(high, low)
+
+
+def _interleaved(first: Lanes, last: Lanes, start: int) -> Lanes:
+    """Of each 16 bytes, 8 from ``start`` on of either, by turns: one instruction."""
+    order = [
+        place
+        for lane in range(0, _BYTES, 16)
+        for byte in range(lane + start, lane + start + 8)
+        for place in (byte, _BYTES + byte)
+    ]
+    return first.shuffled(last, order)
+
+
+def _spread(stream: Lanes, pair: int) -> Lanes:
+    """Two of a stream's four times 32 codes in 16 integers: 16 codes to a byte of each.
+
+    Integer l holds codes l, 16 + l of the first, then of the second, in its four bytes: in a byte's
+    low half where l is even, else in its high half.
+    """
+    order = [
+        16 * lane + 8 * half + place // 2
+        for place in range(16)
+        for lane in (pair, pair + 1)
+        for half in range(2)
+    ]
+    bytes_of = ir.Constant(_WHOLE_BYTES, order)
+    name = "llvm.x86.avx512.permvar.qi.512"
+    moved = instruction(stream.builder, name, _WHOLE_BYTES, stream.value, bytes_of)
+    return Lanes(stream.builder, stream.builder.bitcast(moved.value, ir.VectorType(_I32, 16)))
