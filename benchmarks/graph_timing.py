@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -164,21 +164,6 @@ def torch_rate(bench: Bench, shapes: Sequence[tuple[int, int, int]]) -> float:
         del x, w
     torch.cuda.empty_cache()
     return best
-
-
-class EarlyStream:
-    """A stream whose launches of one source start before the launch ahead of them is done."""
-
-    def __init__(self, stream: Stream, source: str) -> None:
-        self._stream = stream
-        self._source = source
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
-        early = kernel.source == self._source
-        self._stream.launch(kernel, replace(launch, early=early), *args)
 
 
 class Collector:

@@ -52,7 +52,6 @@ def test_the_last_chunk_and_the_profile_both_count() -> None:
     assert expected_use(None, profile).tolist() == [[0.25, 0.25, 0.5, 0.0]]
     counts = np.array([[0, 8, 0, 8]])
     assert expected_use(counts, profile).tolist() == [[0.25, 0.75, 0.5, 0.5]]
-    assert expected_use(counts, profile, weight=0.0).tolist() == [[0.25, 0.25, 0.5, 0.0]]
     assert expected_use(counts * 0, profile * 0).tolist() == [[0, 0, 0, 0]]
 
 

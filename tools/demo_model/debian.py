@@ -5,7 +5,7 @@ other; a group never straddles two splits.
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,8 +132,3 @@ def load_debian(lists: Path) -> list[Package]:
     packages = read_packages(lists)
     split_groups(packages)
     return packages
-
-
-def tag_counts(packages: Iterable[Package]) -> Counter[str]:
-    """Count in how many packages each debtag occurs."""
-    return Counter(tag for package in packages for tag in package.tags)

@@ -49,21 +49,20 @@ def _falling(scores: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def expected_use(
-    last_counts: NDArray[np.integer] | None, profile: NDArray[np.float32], *, weight: float = 1.0
+    last_counts: NDArray[np.integer] | None, profile: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Scores for a chunk from what the chunk before it used and what is used in general.
+    """Scores for a chunk: what the chunk before it used and what is used in general, alike.
 
     Args:
         last_counts: tokens that each expert had in the last chunk, [L, E]; None: there was none.
         profile: use of each expert in general, at least 0, [L, E].
-        weight: of the last chunk's shares against the profile's.
 
     Returns:
         shares of a layer's use, [L, E].
     """
     score = _shares(profile.astype(np.float64))
     if last_counts is not None:
-        score = score + weight * _shares(last_counts.astype(np.float64))
+        score = score + _shares(last_counts.astype(np.float64))
     return score.astype(np.float32)
 
 

@@ -56,19 +56,18 @@ class ExpertProfile:
         ranking: NDArray[np.int64] = by_turns[order]
         return ranking
 
-    def plus(self, use: NDArray[np.integer], decay: float = 1.0) -> ExpertProfile:
+    def plus(self, use: NDArray[np.integer]) -> ExpertProfile:
         """The profile after more tokens.
 
         Args:
             use: tokens of each expert, [L, E].
-            decay: what the use so far still counts, 0..1.
 
         Raises:
             ShapeError: use has another shape.
         """
         if use.shape != self.use.shape:
             raise ShapeError(f"use of {list(use.shape)} experts for {list(self.use.shape)}")
-        return replace(self, use=decay * self.use + use)
+        return replace(self, use=self.use + use)
 
 
 def even_profile(model: ModelFile) -> ExpertProfile:

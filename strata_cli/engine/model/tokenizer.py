@@ -120,25 +120,25 @@ class Tokenizer:
     def _plain_ids(self, text: str) -> list[int]:
         return list(self._bpe.encode(text, add_special_tokens=False).ids)
 
-    def single_token(self, text: str, *, parse_special: bool = True) -> int:
-        """Id of a text that is exactly one token, such as a label.
+    def single_token(self, text: str) -> int:
+        """Id of a text that is exactly one token, such as a label or a control token.
 
         Raises:
             InputError: the text is empty or several tokens, which the message names.
         """
-        ids = self.encode(text, parse_special=parse_special, add_bos=False)
+        ids = self.encode(text, parse_special=True, add_bos=False)
         if len(ids) == 1:
             return ids[0]
         names = [f"{self.token_text(i)!r} ({i})" for i in ids[:MOST_NAMED]]
         more = [f"and {len(ids) - MOST_NAMED} more"] if len(ids) > MOST_NAMED else []
         raise InputError(
             f"{quoted(text)} is {len(ids)} tokens, not one: {', '.join(names + more) or 'none'}",
-            hint=self._one_token_hint(text, ids, parse_special=parse_special),
+            hint=self._one_token_hint(text, ids),
         )
 
-    def _one_token_hint(self, text: str, ids: list[int], *, parse_special: bool) -> str:
+    def _one_token_hint(self, text: str, ids: list[int]) -> str:
         other = text[1:] if text.startswith(" ") else f" {text}"
-        is_one = len(self.encode(other, parse_special=parse_special, add_bos=False)) == 1
+        is_one = len(self.encode(other, parse_special=True, add_bos=False)) == 1
         label = f"{quoted(other)} is one token" if is_one else "choose a text that is one token"
         example = ",".join(map(str, ids[:MOST_NAMED])) or "32,33"
         return f"{label}, or give ids, each reported by itself: --allowed-token-ids {example}"
