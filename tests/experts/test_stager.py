@@ -250,10 +250,10 @@ def test_however_a_list_was_interrupted_the_next_one_begins(
 ) -> None:
     """While it begins, while it ends, or at both."""
     with Stager(host, source, SLOT_BYTES, 2, 2) as stager:
-        with ExitStack() as interrupted, pytest.raises(KeyboardInterrupt):
+        with ExitStack() as interrupted:
             for name, after in interrupts.items():
                 interrupted.enter_context(failing(stager, (name,), after, KeyboardInterrupt()))
-            with stager.staging(jobs_of(9)):
+            with pytest.raises(KeyboardInterrupt), stager.staging(jobs_of(9)):
                 pass
         take_all(stager, jobs_of(0, 0, 9))
 
