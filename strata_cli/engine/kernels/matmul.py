@@ -261,14 +261,14 @@ def matmul(
             return
         plan = _dense_plan(stream, matrix, tokens)
         kernel = _kernel(_bind_matmul_many, _matmul_reference, plan.unit)
-        launch = plan.launch(items, grain)
+        launch = plan.launch(items, grain, early=True)
         stream.launch(kernel, launch, x, rounded, weight.data, out, *numbers)
         return
     split = _split_plan(stream, matrix, tokens, x.address, is_few=is_few)
     passes = blocks(tokens, FEW_COLUMNS)
     plan = split or few_plan((matrix,), tokens, passes, shared_limit(stream))
     kernel = _kernel(_bind_matmul, _matmul_reference, plan.unit)
-    launch = plan.launch(items, grain, early=split is None)
+    launch = plan.launch(items, grain, early=True)
     stream.launch(kernel, launch, x, weight.data, out, *numbers)
 
 
@@ -289,8 +289,9 @@ def _launch_slices(
         return False
     numbers = (tokens, weight.rows, weight.cols)
     operands = (rounded, weight.data, scratch)
-    stream.launch(gpu_kernel(plan.slices.unit), plan.slices.launch(1, 1), *operands, *numbers)
-    stream.launch(gpu_kernel(plan.join.unit), plan.join.launch(1, 1), scratch, out)
+    slices, join = (each.launch(1, 1, early=True) for each in (plan.slices, plan.join))
+    stream.launch(gpu_kernel(plan.slices.unit), slices, *operands, *numbers)
+    stream.launch(gpu_kernel(plan.join.unit), join, scratch, out)
     return True
 
 
@@ -373,6 +374,7 @@ def round_rows(stream: Stream, x: Tensor, rounded: Tensor) -> None:
         grid=(max(1, blocks(x.size, 8 * ROUND_THREADS)), 1, 1),
         block=(ROUND_THREADS, 1, 1),
         extents=(x.size,),
+        early=True,
     )
     stream.launch(ROUND_ROWS, launch, x, rounded)
 
@@ -481,7 +483,7 @@ def grouped_matmul(
         expect("grouped_matmul rounded", rounded, x.shape, np.float16)
         plan = _grouped_plan(stream, matrix, pairs, experts)
         kernel = _kernel(_bind_grouped_many, _grouped_reference, plan.unit)
-        launch = plan.launch(items, grain)
+        launch = plan.launch(items, grain, early=True)
         stream.launch(kernel, launch, x, rounded, blobs, row_of, expert_start, out, *numbers)
         return
     plan = few_plan((matrix,), x.shape[0], pairs, limit, experts)

@@ -9,6 +9,7 @@
 // few stages of 128 k ahead. Each sum is made of the same operations in the same order as in
 // matmul_few.cu: slices from zero, totals in ascending order.
 #include "mma.cuh"
+#include "overlap.cuh"
 #include "weights.cuh"
 
 constexpr int STAGE = 128;        // k per stage of activations: four steps
@@ -265,6 +266,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
     const Product product = {activations, out, static_cast<int>(rows), static_cast<int>(cols),
                              static_cast<int>(slice)};
     const Block block(product, reinterpret_cast<unsigned char *>(shared));
+    start_early();
     block.run(dense_tile(block, data, static_cast<int>(tokens)));
 }
 
@@ -280,6 +282,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
     const Product product = {activations, sums + blockIdx.y * tokens * rows, static_cast<int>(rows),
                              static_cast<int>(cols), static_cast<int>(slice)};
     const Block block(product, reinterpret_cast<unsigned char *>(shared));
+    start_early();
     const Tile tile = dense_tile(block, data, static_cast<int>(tokens));
     const int stages = static_cast<int>(slice) / STAGE, first = blockIdx.y * stages;
     block.template run<false>(tile, first, min(first + stages, block.num_stages()));
@@ -289,6 +292,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
 //   sums [slices,T*N] f32 -> out [T*N] f32; grid (T*N / block), reads 4 * slices*T*N bytes
 template <int TYPE>
 __global__ void join_slices(const float *sums, float *out, long long slices, long long values) {
+    start_early();
     const long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
     if (i >= values) return;
     float total = 0.0f;
@@ -335,6 +339,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
     const Block block(product, reinterpret_cast<unsigned char *>(shared));
     int *prefix = reinterpret_cast<int *>(block.sources + Block::TOKENS + Codec<TYPE>::BOOK);
     const int num_experts = experts;
+    start_early();
     count_tiles<Block::TOKENS>(prefix, expert_start, num_experts);
     const int row_tiles = (static_cast<int>(rows) + Block::ROWS - 1) / Block::ROWS;
     const int tiles = prefix[num_experts] * row_tiles;

@@ -7,6 +7,7 @@
 // time, some stages ahead, and are split by the warp that multiplies them. Each sum is made of the
 // same operations in the same order as in matmul_few.cu.
 #include "mma.cuh"
+#include "overlap.cuh"
 #include "weights.cuh"
 
 constexpr int STAGES = 3;
@@ -96,6 +97,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
         }
         commit_copies();
     };
+    start_early();
     for (int i = 0; i < STAGES - 1; i++) copy(i, i);
     float sums[2][4][4] = {}, totals[2][4][4] = {};
     int slot = 0;

@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(32 * WARPS, GROUPS)
                 long long num_rows, long long num_cols, long long slice_cols) {
     constexpr int TOKENS = 8 * GROUPS;
     extern __shared__ float partial[];
+    start_early();
     const int tokens = num_tokens, rows = num_rows, cols = num_cols, slice = slice_cols;
     const int warp = threadIdx.x / 32, g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
     const int first_token = blockIdx.x * TOKENS, slices = (cols + slice - 1) / slice;

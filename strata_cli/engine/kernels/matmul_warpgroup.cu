@@ -11,6 +11,7 @@
 // ahead of the products, which run beside it. Each sum is made of the same operations in the same
 // order as in matmul_few.cu: slices from zero, totals in ascending order.
 #include "mma.cuh"
+#include "overlap.cuh"
 #include "tiles.cuh"
 #include "warpgroup.cuh"
 #include "wide_book.cuh"
@@ -436,6 +437,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int row_tiles = (static_cast<int>(rows) + ROWS - 1) / ROWS;
     block.open_gates();
     const auto book = load_any_book<TYPE>(block.rest);
+    start_early();
     __syncthreads();
     const DenseTiles all = {data, num_tokens, tokens_each(num_tokens, token_tiles), token_tiles,
                             share_of(token_tiles * row_tiles)};
@@ -460,6 +462,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                          static_cast<int>(experts)};
     block.open_gates();
     const auto book = load_any_book<TYPE>(block.rest);
+    start_early();
     all.load(expert_start, scratch);
     const int row_tiles = (static_cast<int>(rows) + ROWS - 1) / ROWS;
     const GroupedTiles tiles = {

@@ -1,8 +1,10 @@
+#include "overlap.cuh"
 #include "pairs.cuh"
 
 // round_rows: x [n] f32 -> f16, to nearest, at most 65504 in magnitude; moves 6 * n bytes
 //   grid (n / (8 * block)), eight values per thread
 extern "C" __global__ void round_rows(const float *x, unsigned *rounded, long long n) {
+    start_early();
     const long long first = 8 * (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x);
     const bool wide =
         ((reinterpret_cast<unsigned long long>(x) | reinterpret_cast<unsigned long long>(rounded)) &
