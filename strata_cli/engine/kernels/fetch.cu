@@ -76,48 +76,86 @@ __device__ inline int end_ahead(Ahead *ahead, Ahead &own) {
     return claimed;
 }
 
-// Lists the blobs to fetch, in the order of their experts, by all threads of a block; the first
-// block writes the table. What of them was brought ahead already stays where it is: so many spans
-// must be done.
-__device__ inline void list_blobs(Blobs &blobs, const long long *addresses, const int *expert_start,
-                                  long long first_cached, long long end_cached,
-                                  const unsigned char *slots, long long *staged, Ahead &ahead,
-                                  const unsigned char *ahead_slots, int claimed, int spans,
-                                  long long experts, long long num_slots, long long stride) {
-    __shared__ int wanted_of_warp[MOST_WARPS];
+// Experts of a thread, from any one on, as many of the block's later: where they are, their pairs.
+struct Looked {
+    static constexpr int AT_ONCE = 2;
+    long long address[AT_ONCE];
+    int start[AT_ONCE], end[AT_ONCE];
+
+    __device__ static long long expert(long long base, int i) {
+        return base + i * static_cast<long long>(blockDim.x) + threadIdx.x;
+    }
+    __device__ void load(const long long *addresses, const int *expert_start, long long base,
+                         long long experts) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const long long e = expert(base, i);
+            address[i] = e < experts ? addresses[e] : 0;
+            start[i] = expert_start[min(e, experts)];
+            end[i] = expert_start[min(e + 1, experts)];
+        }
+    }
+};
+
+// Lists the blobs to fetch, in the order of their experts, by all threads of a block, which have
+// loaded their first ones; the first block writes the table. What of them was brought ahead already
+// stays where it is: so many spans must be done.
+__device__ inline void list_blobs(Blobs &blobs, Looked &looked, const long long *addresses,
+                                  const int *expert_start, long long first_cached,
+                                  long long end_cached, const unsigned char *slots,
+                                  long long *staged, Ahead &ahead, const unsigned char *ahead_slots,
+                                  int claimed, int spans, long long experts, long long num_slots,
+                                  long long stride) {
+    constexpr int AT_ONCE = Looked::AT_ONCE;
+    __shared__ int wanted_of_warp[AT_ONCE * MOST_WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, warps = blockDim.x / 32;
     int before = 0;
-    for (long long base = 0; base < experts; base += blockDim.x) {
-        const long long e = base + threadIdx.x;
-        const long long address = e < experts ? addresses[e] : 0;
-        const bool is_cached = address >= first_cached && address < end_cached;
-        const bool is_wanted = address && !is_cached && expert_start[e + 1] > expert_start[e];
-        const unsigned votes = __ballot_sync(0xffffffffu, is_wanted);
-        if (lane == 0) wanted_of_warp[warp] = __popc(votes);
-        __syncthreads();
-        int slot = before + __popc(votes & ((1u << lane) - 1));
-        for (int w = 0; w < warps; w++) {
-            if (w < warp) slot += wanted_of_warp[w];
-            before += wanted_of_warp[w];
+    for (long long base = 0; base < experts; base += AT_ONCE * blockDim.x) {
+        if (base) {
+            __syncthreads();
+            looked.load(addresses, expert_start, base, experts);
         }
-        const bool is_fetched = is_wanted && slot < num_slots;
-        long long place = address;
-        if (is_fetched) {
-            int first = 0;
-            place = place_of(slots, stride, slot, address);
-            for (int i = 0; i < ahead.count && i * spans < claimed; i++)
-                if (ahead.experts[i] == e) {
-                    place = place_of(ahead_slots, stride, i, address);
-                    ahead.done[i] = first = min(claimed - i * spans, spans);
-                }
-            blobs.source[slot] = address;
-            blobs.place[slot] = place;
-            blobs.first[slot] = first;
-            blobs.carried[slot] = 0;
+        unsigned votes[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const long long address = looked.address[i];
+            const bool is_cached = address >= first_cached && address < end_cached;
+            votes[i] = __ballot_sync(0xffffffffu,
+                                     address && !is_cached && looked.end[i] > looked.start[i]);
+            if (lane == 0) wanted_of_warp[i * warps + warp] = __popc(votes[i]);
         }
-        if (blockIdx.x == 0 && e < experts) staged[e] = place;
         __syncthreads();
+        int slot[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            slot[i] = before + __popc(votes[i] & ((1u << lane) - 1));
+            for (int w = 0; w < warps; w++) {
+                const int wanted = wanted_of_warp[i * warps + w];
+                if (w < warp) slot[i] += wanted;
+                before += wanted;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const long long e = Looked::expert(base, i), address = looked.address[i];
+            long long place = address;
+            if ((votes[i] >> lane & 1) && slot[i] < num_slots) {
+                int first = 0;
+                place = place_of(slots, stride, slot[i], address);
+                for (int own = 0; own < ahead.count && own * spans < claimed; own++)
+                    if (ahead.experts[own] == e) {
+                        place = place_of(ahead_slots, stride, own, address);
+                        ahead.done[own] = first = min(claimed - own * spans, spans);
+                    }
+                blobs.source[slot[i]] = address;
+                blobs.place[slot[i]] = place;
+                blobs.first[slot[i]] = first;
+                blobs.carried[slot[i]] = 0;
+            }
+            if (blockIdx.x == 0 && e < experts) staged[e] = place;
+        }
     }
+    __syncthreads();
     if (threadIdx.x == 0) {
         const int count = min(before, static_cast<int>(num_slots));
         for (int slot = 0, end = 0; slot < count; slot++)
@@ -153,10 +191,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #else
     wait_for_launches_ahead();
 #endif
+    Looked looked;
+    looked.load(addresses, expert_start, 0, experts);
     __syncthreads();
     const int spans = spans_of(bytes), found = num_ahead ? end_ahead(ahead, own) : 0;
     const int claimed = min(found, own.count * spans);
-    list_blobs(blobs, addresses, expert_start, first_cached, end_cached, slots, staged, own,
+    list_blobs(blobs, looked, addresses, expert_start, first_cached, end_cached, slots, staged, own,
                ahead_slots, claimed, spans, experts, num_slots, stride);
 #if BULK
     if (threadIdx.x) return;
