@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from strata_cli.engine.kernels.gdn import causal_conv_silu
 from strata_cli.engine.kernels.hyper import lowrank_silu
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
 from strata_cli.engine.kernels.matmul_gated import (
@@ -17,8 +18,10 @@ from strata_cli.engine.kernels.matmul_gated import (
 from strata_cli.engine.kernels.matmul_several import (
     Experts,
     Product,
+    can_convolve,
     grouped_matmul_pair,
     matmul_several,
+    matmul_several_conv,
 )
 from strata_cli.engine.kernels.moe import RouteOperands, route_in_order, swiglu
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
@@ -145,3 +148,30 @@ def test_a_product_beside_the_routing_has_the_bits_of_both(
     np.testing.assert_array_equal(lab.get(beside), lab.get(expected))
     for own, other in zip(both, alone, strict=True):
         np.testing.assert_array_equal(lab.get(own), lab.get(other))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("channels", "num_taps", "cols"), [(10_240, 4, 2560), (300, 2, 512)])
+def test_a_product_that_is_convolved_has_the_bits_of_both_launches(
+    gpu_lab: Lab, channels: int, num_taps: int, cols: int
+) -> None:
+    lab = gpu_lab
+    weights = [
+        Weight(lab.put(packed_rows(qtype, rows, cols, 1)), qtype, rows, cols)
+        for qtype, rows in ((Q.Q8_0, channels), (Q.Q6_K, 700), (Q.Q8_0, 48), (Q.Q8_0, 48))
+    ]
+    x, taps = lab.put(normal(2, 1, cols)), lab.put(normal(3, channels, num_taps))
+    past = normal(4, num_taps - 1, channels)
+    history, expected_history = lab.put(past), lab.put(past)
+    own, expected = (
+        [Product(weight, lab.empty((1, weight.rows))) for weight in weights] for _ in range(2)
+    )
+    assert can_convolve(lab.stream, own, 1)
+    matmul_several_conv(lab.stream, x, own, history, taps)
+    matmul_several(lab.stream, x, expected)
+    row = lab.empty((1, channels))
+    causal_conv_silu(lab.stream, expected[0].out, expected_history, taps, row)
+    np.testing.assert_array_equal(lab.get(own[0].out), lab.get(row))
+    np.testing.assert_array_equal(lab.get(history), lab.get(expected_history))
+    for mine, other in zip(own[1:], expected[1:], strict=True):
+        np.testing.assert_array_equal(lab.get(mine.out), lab.get(other.out))

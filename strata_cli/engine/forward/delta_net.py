@@ -6,10 +6,16 @@ from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.forward.batch import Batch, rows_of
 from strata_cli.engine.forward.hyper_connections import LayerInput
 from strata_cli.engine.forward.on_stream import ModelOnStream
+from strata_cli.engine.forward.state import GdnState
 from strata_cli.engine.forward.weights import GdnWeights
 from strata_cli.engine.kernels import gdn as gdn_kernels
 from strata_cli.engine.kernels.matmul import matmul
-from strata_cli.engine.kernels.matmul_several import Product, matmul_several
+from strata_cli.engine.kernels.matmul_several import (
+    Product,
+    can_convolve,
+    matmul_several,
+    matmul_several_conv,
+)
 from strata_cli.engine.kernels.segments import conv_segments, delta_rule_segments
 
 
@@ -19,40 +25,62 @@ def gated_delta_net(
     """Enqueue a layer's recurrence, its states advanced; its output [T, D], in the workspace."""
     take, num, stream = model.workspace.take, batch.num_tokens, model.stream
     qkv, conv, z = take("qkv", num), take("conv", num), take("z", num)
-    alpha, beta, delta = take("alpha", num), take("beta", num), take("delta", num)
-    y, rounded = read.values, read.rounded
-    products = (
-        *(Product(weights.qkv, qkv), Product(weights.gate, z)),
-        *(Product(weights.alpha, alpha), Product(weights.beta, beta)),
+    others = (
+        Product(weights.gate, z),
+        Product(weights.alpha, take("alpha", num)),
+        Product(weights.beta, take("beta", num)),
     )
-    matmul_several(stream, y, products, rounded)
-    num_keys, eps = model.spec.gdn_num_key_heads, model.spec.rms_eps
+    convolved = (Product(weights.qkv, conv), *others)
+    if len(batch.segments) == 1 and can_convolve(stream, convolved, num):
+        state = batch.segments[0].gdn(index)
+        matmul_several_conv(stream, read.values, convolved, state.conv, weights.conv)
+        _go_on(model, weights, state, slice(0, num))
+    else:
+        products = (Product(weights.qkv, qkv), *others)
+        matmul_several(stream, read.values, products, read.rounded)
+        _recur(model, index, weights, batch)
+    gated, out, eps = take("gated", num), take("out", num), model.spec.rms_eps
+    rounded = model.room_for_rounded(gated)
+    gdn_kernels.gated_norm(stream, take("delta", num), z, weights.norm, eps, gated, rounded)
+    matmul(stream, gated, weights.out, out, rounded, model.workspace.take_all("qkv"))
+    return out
+
+
+def _recur(model: ModelOnStream, index: int, weights: GdnWeights, batch: Batch) -> None:
+    """Enqueue the convolution and the delta rule of all segments."""
+    take, num, stream = model.workspace.take, batch.num_tokens, model.stream
+    qkv, conv = take("qkv", num), take("conv", num)
     together = batch.together(index)
     if together is not None:
         conv_segments(stream, qkv, together, weights.conv, conv)
+        alpha, beta, delta = take("alpha", num), take("beta", num), take("delta", num)
+        num_keys, eps = model.spec.gdn_num_key_heads, model.spec.rms_eps
         delta_rule_segments(
             stream, conv, alpha, beta, weights.a, weights.dt, together, delta, num_keys, eps
         )
-    for segment in () if together is not None else batch.segments:
-        state = segment.gdn(index)
-        part = slice(segment.start, segment.stop)
-        gdn_kernels.causal_conv_silu(
-            stream, rows_of(qkv, part), state.conv, weights.conv, rows_of(conv, part)
-        )
-        gdn_kernels.delta_rule(
-            stream,
-            rows_of(conv, part),
-            rows_of(alpha, part),
-            rows_of(beta, part),
-            weights.a,
-            weights.dt,
-            state.matrix,
-            rows_of(delta, part),
-            num_keys,
-            eps,
-        )
-    gated, out = take("gated", num), take("out", num)
-    rounded = model.room_for_rounded(gated)
-    gdn_kernels.gated_norm(stream, delta, z, weights.norm, eps, gated, rounded)
-    matmul(stream, gated, weights.out, out, rounded, model.workspace.take_all("qkv"))
-    return out
+        return
+    for segment in batch.segments:
+        state, part = segment.gdn(index), slice(segment.start, segment.stop)
+        rows, own_conv = rows_of(qkv, part), rows_of(conv, part)
+        gdn_kernels.causal_conv_silu(stream, rows, state.conv, weights.conv, own_conv)
+        _go_on(model, weights, state, part)
+
+
+def _go_on(model: ModelOnStream, weights: GdnWeights, state: GdnState, part: slice) -> None:
+    """Enqueue the delta rule of a segment's rows, convolved."""
+    conv, alpha, beta, delta = (
+        rows_of(model.workspace.take(name, part.stop), part)
+        for name in ("conv", "alpha", "beta", "delta")
+    )
+    gdn_kernels.delta_rule(
+        model.stream,
+        conv,
+        alpha,
+        beta,
+        weights.a,
+        weights.dt,
+        state.matrix,
+        delta,
+        model.spec.gdn_num_key_heads,
+        model.spec.rms_eps,
+    )

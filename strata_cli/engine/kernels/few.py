@@ -392,6 +392,7 @@ def few_plan(
     *,
     is_gated: bool = False,
     streams: int = 0,
+    taps: int = 0,
 ) -> Plan:
     """The few-row function for matrices that share x, or for those of each of several experts.
 
@@ -405,6 +406,7 @@ def few_plan(
         way: other than the usual choice.
         is_gated: of one matrix: what is multiplied is silu of x, perhaps times something.
         streams: of one gated matrix that ``can_mix``: its products open so many streams.
+        taps: of several matrices and one token: the first one's products are convolved.
 
     Raises:
         DeviceError: nothing fits the shared memory.
@@ -442,6 +444,7 @@ def few_plan(
     defines += ("ONE_COLUMN=1",) * (shape.columns == 1)
     defines += ("SLICES_TOGETHER=1",) * _has_together(matrices, shape)
     defines += (f"STREAMS={streams}",) * (streams > 0)
+    defines += (f"CONV_TAPS={taps}",) * (taps > 0)
     return Plan(
         unit=Unit(FEW_SOURCE, f"{name}<{parameters}>", defines + way.defines),
         grid=(segments, num_blocks, 1),

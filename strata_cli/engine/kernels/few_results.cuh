@@ -3,7 +3,12 @@
 #pragma once
 #include "activations.cuh"
 #include "few_work.cuh"
+#include "overlap.cuh"
 #include "special.cuh"
+
+#ifndef CONV_TAPS
+#define CONV_TAPS 0  // else the first matrix's results, of one token, are convolved
+#endif
 
 // Partial sums of a team's tiles first, first + apart, ...: [tile][slice][row][column], `set`
 // floats from tile to tile.
@@ -77,6 +82,18 @@ struct Written {
     }
 };
 
+// What the thread that finishes a team's first result loads for it, or one that has none for
+// another.
+template <class Results, class Work>
+__device__ inline typename Results::Ahead load_first(const Results &results, const Work &work,
+                                                     const Columns &columns, const Team &team,
+                                                     int first, int apart, int tiles) {
+    const int rows = results.rows(work), count = columns.count(), all = tiles * rows * count;
+    if (all == 0) return {};
+    const int own = min(team.thread(), all - 1);
+    return results.load(work, columns, result_at(own, rows, count, first, apart));
+}
+
 #if STREAMS
 // Results are gates: the mix of the streams that they open, as mix_columns (mix.cuh).
 struct Mixed {
@@ -99,15 +116,6 @@ struct Mixed {
         for (int s = 0; s < STREAMS; s++) ahead.normed[s] = row[s * size];
         return ahead;
     }
-    // Of the thread's first result.
-    template <class Work>
-    __device__ Ahead load(const Work &work, const Columns &columns, const Team &team, int first,
-                          int apart, int tiles) const {
-        const int count = columns.count(), all = tiles * rows(work) * count;
-        if (all == 0) return {};
-        const int own = min(team.thread(), all - 1);
-        return load(work, columns, result_at(own, rows(work), count, first, apart));
-    }
     template <class Work, class Sum>
     __device__ void finish(const Work &work, const Columns &columns, const Result &own,
                            const Ahead &ahead, const Sum &sum) const {
@@ -121,6 +129,63 @@ struct Mixed {
         const long long token = columns.first + own.column;
         work.matrices[0].out[token * size + own.tile * own_rows + own.row] =
             total * (1.0f / static_cast<float>(STREAMS));
+    }
+};
+#endif
+
+#if CONV_TAPS
+// Results of the first matrix are a token's row of a causal convolution, whose silu is written: the
+// thread that has one knows all that its channel needs. The others as they are.
+struct Convolved {
+    const float *weight;  // [channels,CONV_TAPS]
+    float *history;       // [CONV_TAPS - 1,channels], the rows before; moves along
+    int channels;
+    static constexpr int PAST = CONV_TAPS - 1;
+    struct Ahead {
+        float taps[CONV_TAPS], past[PAST];
+    };
+
+    // Last used a token ago: no longer in the cache.
+    __device__ void fetch_ahead_all() const {
+        const int own = 32 * (blockIdx.y * blockDim.x + threadIdx.x);
+        if (own < channels * CONV_TAPS) fetch_ahead(weight + own);
+        if (own < channels * PAST) fetch_ahead(history + own);
+    }
+    template <class Work>
+    __device__ int rows(const Work &) const {
+        return Work::TILE_ROWS;
+    }
+    // The row of the first matrix that a result is, or one behind its end.
+    template <class Work>
+    __device__ int channel(const Work &work, const Result &own) const {
+        const int tile_rows = work.plan_of(work.matrices[0].kind).tile_rows;
+        return own.row < tile_rows ? min(own.tile * tile_rows + own.row, channels) : channels;
+    }
+    template <class Work>
+    __device__ Ahead load(const Work &work, const Columns &, const Result &own) const {
+        const int n = min(channel(work, own), channels - 1);
+        Ahead ahead;
+#pragma unroll
+        for (int j = 0; j < CONV_TAPS; j++) ahead.taps[j] = weight[n * CONV_TAPS + j];
+#pragma unroll
+        for (int j = 0; j < PAST; j++) ahead.past[j] = history[j * channels + n];
+        return ahead;
+    }
+    template <class Work, class Sum>
+    __device__ void finish(const Work &work, const Columns &columns, const Result &own,
+                           const Ahead &ahead, const Sum &sum) const {
+        const int n = channel(work, own);
+        if (n == channels) return Written().finish(work, columns, own, {}, sum);
+        const int kind = work.matrices[0].kind;
+        const float u = sum(work.plan_of(kind), kind, own.row);
+        float total = 0.0f;
+#pragma unroll
+        for (int j = 0; j < PAST; j++) total = fmaf(ahead.taps[j], ahead.past[j], total);
+        total = fmaf(ahead.taps[PAST], u, total);
+#pragma unroll
+        for (int j = 0; j < PAST; j++)
+            history[j * channels + n] = j + 1 < PAST ? ahead.past[j + 1] : u;
+        work.matrices[0].out[n] = silu_fast(total);
     }
 };
 #endif

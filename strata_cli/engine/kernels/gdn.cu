@@ -424,7 +424,7 @@ __device__ inline float4 times_state(const float4 (&s)[KEYS], const float (&x)[K
 //   arguments as delta_rule's with T = 1 and N = 16 * KEYS; rows of c and of the state at multiples
 //   of 16 bytes
 //   grid (N / 32, nv), block 128; 16 threads share four columns of S, each with KEYS keys of them
-//   moves 8 * N*N*nv bytes, of which half are asked for before the launches ahead are done
+//   moves 8 * N*N*nv bytes, of which half are loaded before the launches ahead are done
 template <int KEYS>
 __device__ inline void go_one_step(const float *c, const float *alpha, const float *beta,
                                    const float *a, const float *dt, float *state, float *out,
@@ -440,9 +440,9 @@ __device__ inline void go_one_step(const float *c, const float *alpha, const flo
     const auto key = [&](int i) { return (i / AT_ONCE * 16 + slice) * AT_ONCE + i % AT_ONCE; };
     state += (head * DIM) * DIM + column;
     let_next_start();
-    if (quad == 0)
+    float4 s[KEYS];  // written a token ago: long done, whatever runs ahead
 #pragma unroll
-        for (int i = 0; i < KEYS; i++) fetch_ahead(state + key(i) * DIM);
+    for (int i = 0; i < KEYS; i++) s[i] = load4_early(state + key(i) * DIM);
     const float own_a = a[head], own_dt = dt[head];
     wait_for_launches_ahead();
 
@@ -460,9 +460,6 @@ __device__ inline void go_one_step(const float *c, const float *alpha, const flo
         }
     };
     const float4 v = load4(c + (2 * num_keys + head) * DIM + column);
-    float4 s[KEYS];
-#pragma unroll
-    for (int i = 0; i < KEYS; i++) s[i] = load4(state + key(i) * DIM);
     Keys own_q, own_k;
     load_keys(own_q, q);
     load_keys(own_k, k);

@@ -106,7 +106,8 @@ def delta_rule(
         beta: float32 [T, nv], before the sigmoid; used up.
         a: minus the decay rate, float32 [nv].
         dt: float32 [nv].
-        state: float32 [nv, dim, dim], zeros at a sequence's start, in place.
+        state: float32 [nv, dim, dim], zeros at a sequence's start, in place. For one token on a
+            GPU, not written by the launch just ahead.
         out: float32 [T, nv * dim], overwritten.
         num_key_heads: nk.
         eps: added to the sum of squares.

@@ -19,7 +19,8 @@
 #include "route.cuh"
 
 constexpr int MOST_REGISTERS = 64;  // two blocks of 16 warps then find room on a multiprocessor
-constexpr int MIX_REGISTERS = 96;   // a block of 21 warps then finds room
+constexpr int CONV_REGISTERS = 80;
+constexpr int MIX_REGISTERS = 96;  // a block of 21 warps then finds room
 
 // The pairs of a block, and where the matrices of their expert begin.
 struct Found {
@@ -135,7 +136,7 @@ __device__ inline void make_tiles(const Work<ROWS, MATRICES, Kinds...> &work, co
     const int own_slots = team.number * layout.slots;
     Turn turn = {0, 0};
     int flip = 0;
-    auto ahead = results.load(work, columns, team, begin, apart, min(at_once, own_tiles));
+    auto ahead = load_first(results, work, columns, team, begin, apart, min(at_once, own_tiles));
 #pragma unroll 1
     for (int done = 0; done < own_tiles; done += at_once, flip ^= !is_once) {
         const int tiles = min(at_once, own_tiles - done), first = begin + done * apart;
@@ -419,22 +420,27 @@ __global__ void __maxnreg__(MOST_REGISTERS)
 }
 
 // matmul_several: the first MATRICES of six matrices, of up to three kinds; grid as matmul_few
+//   taps [rows0,CONV_TAPS] f32, history [CONV_TAPS - 1,rows0] f32: see Convolved
 template <int MATRICES, int ROWS, class... Kinds>
-__global__ void __maxnreg__(MOST_REGISTERS)
+__global__ void __maxnreg__(CONV_TAPS ? CONV_REGISTERS : MOST_REGISTERS)
     matmul_several(const float *x, const unsigned char *data0, float *out0,
                    const unsigned char *data1, float *out1, const unsigned char *data2, float *out2,
                    const unsigned char *data3, float *out3, const unsigned char *data4, float *out4,
-                   const unsigned char *data5, float *out5, long long tokens, long long cols,
-                   long long rows0, long long kind0, long long rows1, long long kind1,
-                   long long rows2, long long kind2, long long rows3, long long kind3,
-                   long long rows4, long long kind4, long long rows5, long long kind5,
-                   long long columns, long long teams, long long team_warps, long long slots,
-                   long long slot_chunks, long long parts, long long sums, long long slice0,
-                   long long slices0, long long part_slices0, long long tile_rows0,
-                   long long span_shift0, long long chunks0, long long slice1, long long slices1,
-                   long long part_slices1, long long tile_rows1, long long span_shift1,
-                   long long chunks1, long long slice2, long long slices2, long long part_slices2,
-                   long long tile_rows2, long long span_shift2, long long chunks2) {
+                   const unsigned char *data5, float *out5,
+#if CONV_TAPS
+                   const float *taps, float *history,
+#endif
+                   long long tokens, long long cols, long long rows0, long long kind0,
+                   long long rows1, long long kind1, long long rows2, long long kind2,
+                   long long rows3, long long kind3, long long rows4, long long kind4,
+                   long long rows5, long long kind5, long long columns, long long teams,
+                   long long team_warps, long long slots, long long slot_chunks, long long parts,
+                   long long sums, long long slice0, long long slices0, long long part_slices0,
+                   long long tile_rows0, long long span_shift0, long long chunks0, long long slice1,
+                   long long slices1, long long part_slices1, long long tile_rows1,
+                   long long span_shift1, long long chunks1, long long slice2, long long slices2,
+                   long long part_slices2, long long tile_rows2, long long span_shift2,
+                   long long chunks2) {
     extern __shared__ uint4 shared[];
     Work<ROWS, MATRICES, Kinds...> work;
     const auto set = [&](int i, const unsigned char *data, float *out, long long rows,
@@ -458,7 +464,13 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.number_tiles();
     const int first = static_cast<int>(columns) * blockIdx.x;
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
-    few(work, {nullptr, first, count}, x, Plain(), shared);
+#if CONV_TAPS
+    const Convolved results = {taps, history, static_cast<int>(rows0)};
+    results.fetch_ahead_all();
+#else
+    const Written results;
+#endif
+    few(work, {nullptr, first, count}, x, Plain(), shared, results);
 }
 
 // grouped_few: pairs sorted by expert; grid (pairs of these experts, blocks). Blocks x make the

@@ -64,6 +64,35 @@ def matmul_several(
             _launch_several(stream, x, tuple(products[start:stop]), matrices[start:stop])
 
 
+def matmul_several_conv(
+    stream: Stream, x: Tensor, products: Sequence[Product], history: Tensor, taps: Tensor
+) -> None:
+    """Enqueue ``matmul_several`` of a token, and ``causal_conv_silu`` of what the first one makes.
+
+    A product's thread has all that a channel of the convolution needs, so that no launch is.
+
+    Args:
+        stream: where it runs, where ``can_convolve``.
+        x: activations, float32 [1, K].
+        products: weights with K columns, and their outputs; the first one's is the convolution's.
+        history: as of ``causal_conv_silu``.
+        taps: weights as of ``causal_conv_silu``.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    (channels, num_taps), matrices = taps.shape, tuple(_matrix(each.weight) for each in products)
+    expect("convolved product", products[0].out, (1, channels))
+    expect("convolved product history", history, (num_taps - 1, channels))
+    expect("convolved product taps", taps, (channels, num_taps))
+    _launch_several(stream, x, tuple(products), matrices, history, taps)
+
+
+def can_convolve(stream: Stream, products: Sequence[Product], tokens: int) -> bool:
+    """Whether ``matmul_several_conv`` takes the products: of one token, in one launch, on a GPU."""
+    return tokens == 1 and len(products) > 1 and can_launch_together(stream, products, tokens)
+
+
 def can_launch_together(stream: Stream, products: Sequence[Product], tokens: int) -> bool:
     """Whether ``matmul_several`` makes all of them in one launch, in about the longest's time."""
     matrices = tuple(_matrix(product.weight) for product in products)
@@ -92,15 +121,23 @@ def _launches(matrices: tuple[Matrix, ...], tokens: int) -> tuple[tuple[int, int
 
 
 def _launch_several(
-    stream: Stream, x: Tensor, products: tuple[Product, ...], matrices: tuple[Matrix, ...]
+    stream: Stream,
+    x: Tensor,
+    products: tuple[Product, ...],
+    matrices: tuple[Matrix, ...],
+    history: Tensor | None = None,
+    taps: Tensor | None = None,
 ) -> None:
     tokens, cols = x.shape[0], products[0].weight.cols
     expect("matmul x", x, (tokens, cols))
     for product in products:
         expect("matmul out", product.out, (tokens, product.weight.rows))
-    plan = few_plan(matrices, tokens, blocks(tokens, FEW_COLUMNS), stream.shared_bytes)
+    passes, num_taps = blocks(tokens, FEW_COLUMNS), 0 if taps is None else taps.shape[1]
+    plan = few_plan(matrices, tokens, passes, stream.shared_bytes, taps=num_taps)
     filled = products + (products[0],) * (MOST_MATRICES - len(products))  # without rows of its own
     tensors = [tensor for each in filled for tensor in (each.weight.data, each.out)]
+    if taps is not None and history is not None:
+        tensors += [taps, history]
     stream.launch(gpu_kernel(plan.unit), plan.launch(1, 1, early=True), x, *tensors, tokens, cols)
 
 
