@@ -112,7 +112,11 @@ class ThreadIssuer:
 
     def start(self) -> None:
         """See Issuer."""
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C: the thread may run all the same, and copy into slots
+            self.close()
+            raise
 
     def nudge(self) -> None:
         """See Issuer."""

@@ -1,4 +1,4 @@
-"""Streamed blobs that stay in device memory for the next chunks of the same prompt."""
+"""Streamed blobs that stay in lent slots for the chunks to come, as long as the slots are lent."""
 
 from __future__ import annotations
 
@@ -7,37 +7,46 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.device.base import Tensor
-from strata_cli.engine.experts.ring import U8, Ring
+from strata_cli.engine.device.base import Stream, Tensor
+from strata_cli.engine.experts.entries import EntryList
+
+U8 = np.dtype(np.uint8)
+EMPTY = -1
+DECAY = 0.7  # of what a chunk used, with every chunk behind it
+MOST_SHARE = 4  # a layer that was in the ring may have this part of the slots for a chunk
 
 
 class KeptBlobs:
-    """Slots beside the ring, shared out evenly among the layers.
+    """The slots behind a chunk's ring, shared out evenly among the layers.
 
-    In each chunk a layer keeps those of its streamed experts that most tokens wanted, as long as
-    it has slots left; what is kept is resident for the next chunk. Nothing is replaced: a prompt's
-    chunks want much the same experts. Used by the consumer, on the compute thread.
+    In each chunk a layer keeps those of its streamed experts, and of those that it has, which
+    tokens wanted most lately; what is kept is resident for the next chunk. What the ring held at a
+    chunk's end is kept too, until another ring needs the slots. Used on the compute thread, in one
+    chunk after the other: begin(), choose() and keep() for each layer, leave().
 
     Args:
-        ring: what the blobs come from. Copies run on its reading stream.
-        slots: uint8 [num_slots, slot_bytes], device memory; not owned.
+        reads: the stream whose kernels read the slots. Copies run on it.
+        slots: uint8 [num_slots, slot_bytes], device memory; not owned. Rings are the first ones.
         blob_bytes: per layer.
         num_experts: of a layer.
 
     Attributes:
+        slots: see above.
         addresses: of each kept blob, int64 [L, E], by expert id; 0: not kept.
     """
 
     def __init__(
-        self, ring: Ring, slots: Tensor, blob_bytes: Sequence[int], num_experts: int
+        self, reads: Stream, slots: Tensor, blob_bytes: Sequence[int], num_experts: int
     ) -> None:
         num_layers = len(blob_bytes)
-        self._ring = ring
-        self._slots = slots
+        self._reads = reads
+        self.slots = slots
         self._blob_bytes = blob_bytes
         self.addresses = np.zeros((num_layers, num_experts), np.int64)
-        self._bounds = [layer * slots.shape[0] // num_layers for layer in range(num_layers + 1)]
-        self._next = self._bounds[:-1]
+        self._scores = np.zeros((num_layers, num_experts))
+        self._pair_in = np.full(slots.shape[0], EMPTY, np.int64)
+        self._ring_slots = 0
+        self._free: list[int] = []
         self._wanted: frozenset[int] = frozenset()
 
     @property
@@ -46,34 +55,89 @@ class KeptBlobs:
         is_kept: NDArray[np.bool_] = self.addresses != 0
         return is_kept
 
+    def begin(self, ring_slots: int) -> None:
+        """The first slots are a chunk's ring from now on: what was there is kept no longer."""
+        self._ring_slots = ring_slots
+        self._forget(np.arange(ring_slots))
+        num_layers, num_experts = self.addresses.shape
+        for layer in range(num_layers):
+            experts = np.flatnonzero(self.addresses[layer]).tolist()
+            most = max(self._share(layer), (self.slots.shape[0] - ring_slots) // MOST_SHARE)
+            if len(experts) > most:
+                stay = most_used(self._scores[layer], experts, most)
+                gone = layer * num_experts + np.setdiff1d(experts, stay)
+                self._forget(np.flatnonzero(np.isin(self._pair_in, gone)))
+        empty = np.flatnonzero(self._pair_in[ring_slots:] == EMPTY)
+        self._free = (ring_slots + empty).tolist()
+
     def choose(self, layer: int, use: NDArray[np.int64], experts: Sequence[int]) -> None:
-        """Decide what to keep of the layer that is worked on next.
+        """Decide what to keep of a layer. What it had and does not keep is free from here on.
 
         Args:
-            layer: which one.
+            layer: the one that is worked on; the reads of what it had are enqueued.
             use: tokens of each of its experts in this chunk, [E].
             experts: those that are streamed and routed.
         """
-        room = self._bounds[layer + 1] - self._next[layer]
-        self._wanted = frozenset(most_used(use, experts, room))
+        scores = self._scores[layer]
+        scores *= DECAY
+        scores += use / max(use.sum(), 1)
+        had = np.flatnonzero(self.addresses[layer]).tolist()
+        best = most_used(scores, [*had, *experts], self._share(layer))
+        gone = layer * self.addresses.shape[1] + np.setdiff1d(had, best)
+        self._free += self._forget(np.flatnonzero(np.isin(self._pair_in, gone)))
+        new = [expert for expert in best if not self.addresses[layer, expert]]
+        self._wanted = frozenset(new[: len(self._free)])
 
     def keep(self, layer: int, expert: int, slot: int) -> None:
-        """Enqueue a copy of the blob in a ring slot, if it was chosen."""
-        if expert not in self._wanted:
-            return
-        offset = self._slots.offset_bytes + self._next[layer] * self._slots.shape[1]
-        to = Tensor(self._slots.buffer, offset, (self._blob_bytes[layer],), U8)
-        self._ring.reads.copy(to, self._ring.room(slot, self._blob_bytes[layer]))
-        self._next[layer] += 1
-        self.addresses[layer, expert] = to.address
+        """Enqueue a copy of the blob in a ring slot, if it was chosen.
+
+        Later than the ring's copies before it, which may have been into a slot that is free now.
+        """
+        if expert in self._wanted:
+            to = self._free.pop()
+            self._reads.copy(self._room(to, layer), self._room(slot, layer))
+            self._put(to, layer, expert)
+
+    def leave(self, entries: EntryList, use: NDArray[np.int64]) -> None:
+        """A chunk is done: what its ring holds is kept, as far as its reads waited for it.
+
+        Args:
+            entries: all of the chunk's; each of the last ones is the last one in its slot.
+            use: tokens of each expert in it, [L, E].
+        """
+        for k in range(max(entries.count - self._ring_slots, 0), entries.count):
+            layer, expert = entries.layers[k], entries.experts[k]
+            if use[layer, expert] and not self.addresses[layer, expert]:
+                self._put(k % self._ring_slots, layer, expert)
+
+    def _share(self, layer: int) -> int:
+        """How many slots are a layer's."""
+        num_slots, num_layers = self.slots.shape[0] - self._ring_slots, len(self._blob_bytes)
+        return (layer + 1) * num_slots // num_layers - layer * num_slots // num_layers
+
+    def _room(self, slot: int, layer: int) -> Tensor:
+        offset = self.slots.offset_bytes + slot * self.slots.shape[1]
+        return Tensor(self.slots.buffer, offset, (self._blob_bytes[layer],), U8)
+
+    def _put(self, slot: int, layer: int, expert: int) -> None:
+        self._pair_in[slot] = layer * self.addresses.shape[1] + expert
+        self.addresses[layer, expert] = self._room(slot, layer).address
+
+    def _forget(self, slots: NDArray[np.int64]) -> list[int]:
+        """Nothing is kept in these slots any more; returns them."""
+        pairs = self._pair_in[slots]
+        self.addresses.reshape(-1)[pairs[pairs != EMPTY]] = 0
+        self._pair_in[slots] = EMPTY
+        found: list[int] = slots.tolist()
+        return found
 
 
-def most_used(use: NDArray[np.int64], experts: Sequence[int], count: int) -> list[int]:
-    """Of some experts, the given number with most tokens; equal ones by id.
+def most_used(use: NDArray[np.number], experts: Sequence[int], count: int) -> list[int]:
+    """Of some experts, the given number with most use; equal ones by id.
 
     Args:
-        use: tokens of each expert, [E].
+        use: of each expert, [E].
         experts: ids to choose from.
         count: how many at most.
     """
-    return sorted(experts, key=lambda expert: (-int(use[expert]), expert))[:count]
+    return sorted(experts, key=lambda expert: (-use[expert], expert))[:count]

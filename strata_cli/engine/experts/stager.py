@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 NUM_BUFFERS = 16
 NUM_THREADS = 4
 SHORTEST_NAP_S, LONGEST_NAP_S = 50e-6, 1e-3
-LOOK_S = 0.1  # between two looks at whether a thread that holds a claim still lives
 SETTLE_S = 30.0  # a read that takes longer hangs
 NO_JOB = -1
 
@@ -95,6 +94,9 @@ class Stager:
     Everything is written under the lock; is_ready() and blob() read without it. A thread that
     ended fails the list that it worked on; the next list gets a new one.
 
+    The callers' threads take the lock itself and never wait in the condition, whose methods are
+    Python: Ctrl-C inside one of them would leave the lock taken for ever.
+
     Args:
         device: whose copies read the buffers.
         source: of the blobs.
@@ -115,7 +117,8 @@ class Stager:
         self._source = source
         buffer = device.allocate_pinned(num_buffers * slot_bytes)
         self._buffers = Tensor.over(buffer, (num_buffers, slot_bytes), np.uint8)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)  # waited for by the threads alone
         self._list: JobList | None = None
         self._entries: list[int] = []  # of the jobs listed so far
         self._next_entry = 0
@@ -155,13 +158,13 @@ class Stager:
             StallError: a read for the last list hangs.
             DeviceError: a thread ended and no other can be started.
         """
-        with self._changed:
+        with self._lock:
             if self._list is not None or self._is_closed:
                 state = "closed" if self._is_closed else "still staging another list"
                 raise StateError(f"the stager is {state}")
         self._settle()  # end() may have been interrupted
         self._replace_ended()
-        with self._changed:
+        with self._lock:
             self._list = jobs
             self._entries, self._next_entry = [], 0
             self._claimed = self._sent = 0
@@ -176,7 +179,7 @@ class Stager:
         Raises:
             StallError: a read hangs; what waits for it is not touched before it is done.
         """
-        with self._changed:
+        with self._lock:
             self._list = None
         self._settle()
 
@@ -185,12 +188,12 @@ class Stager:
         if self._failure is not None:
             raise self._failure
         if job >= len(self._entries):  # the list has grown
-            with self._changed:
+            with self._lock:
                 self._list_jobs()
         if self._ready[job % self.num_buffers] == job:
             return True
         if any(map(self._is_gone, self._threads)):
-            with self._changed:
+            with self._lock:
                 self._bury()
         return False
 
@@ -204,10 +207,10 @@ class Stager:
 
     def sent(self, job: int, copied: Event) -> None:
         """See StagedBlobs. In the order of the jobs."""
-        with self._changed:
+        with self._lock:
             self._left[job % self.num_buffers] = copied
             self._sent = job + 1
-            self._changed.notify_all()
+            self._has_work.notify_all()
 
     def close(self) -> None:
         """End the threads and give the buffers back. Safe to call twice.
@@ -216,9 +219,9 @@ class Stager:
             StallError: a read hangs; its thread keeps the buffers.
         """
         self.end()
-        with self._changed:
+        with self._lock:
             self._is_closed = True
-            self._changed.notify_all()
+            self._has_work.notify_all()
         for thread in self._threads:
             thread.join()
         self._buffers.buffer.close()
@@ -232,22 +235,29 @@ class Stager:
     def _settle(self) -> None:
         """Blocks until nobody writes or reads a buffer; what is in them is forgotten."""
         give_up = time.monotonic() + SETTLE_S
-        with self._changed:
-            while self._reading:
-                self._changed.wait(LOOK_S)
-                self._bury()
-                if self._reading and time.monotonic() >= give_up:
-                    raise StallError(
-                        f"{len(self._reading)} reads of experts from the file have not ended "
-                        f"within {SETTLE_S:.0f} s",
-                        hint="the disk hangs: try again when it answers, or end the process",
-                    )
+        nap_s = SHORTEST_NAP_S
+        while self._is_read():
+            if time.monotonic() >= give_up:
+                raise StallError(
+                    f"{len(self._reading)} reads of experts from the file have not ended "
+                    f"within {SETTLE_S:.0f} s",
+                    hint="the disk hangs: try again when it answers, or end the process",
+                )
+            time.sleep(nap_s)
+            nap_s = min(1.2 * nap_s, LONGEST_NAP_S)
+        with self._lock:
             self._ready = [NO_JOB] * self.num_buffers
         for index, event in enumerate(self._left):
             if event is not None:
                 with suppress(DeviceError):  # however the copy ended
                     event.synchronize()
                 self._left[index] = None
+
+    def _is_read(self) -> bool:
+        """Whether a thread still reads into a buffer, or has begun to."""
+        with self._lock:
+            self._bury()
+            return bool(self._reading)
 
     def _list_jobs(self) -> None:
         """Note what the list has come to. Under the lock."""
@@ -256,7 +266,7 @@ class Stager:
         count, jobs = self._list.count, self._list.jobs
         self._entries += [k for k in range(self._next_entry, count) if jobs[k] >= 0]
         self._next_entry = count
-        self._changed.notify_all()
+        self._has_work.notify_all()
 
     def _layer(self, job: int) -> int:
         jobs = self._list
@@ -300,16 +310,16 @@ class Stager:
             while (claim := self._claim()) is not None:
                 self._stage(claim)
         except BaseException as error:  # noqa: BLE001  carried to whoever asks for a blob
-            with self._changed:
+            with self._lock:
                 self._failure = self._failure or _as_told(error)
                 self._ended.add(threading.current_thread())
                 self._reading.discard(threading.current_thread())
-                self._changed.notify_all()
+                self._has_work.notify_all()
 
     def _claim(self) -> _Claim | None:
         """The next job, when there is one and its buffer was sent; None at the end of all."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._has_job())
+        with self._lock:
+            self._has_work.wait_for(lambda: self._is_closed or self._has_job())
             jobs, job = self._list, self._claimed
             if jobs is None or self._is_closed:
                 return None
@@ -330,13 +340,13 @@ class Stager:
             is_read = self._read(claim)
         except BaseException as error:  # noqa: BLE001  carried to whoever asks for a blob
             failure = error
-        with self._changed:
+        with self._lock:
             self._reading.discard(threading.current_thread())
             if failure is not None:
                 self._failure = self._failure or _as_told(failure)
             if is_read:
                 self._ready[claim.job % self.num_buffers] = claim.job
-            self._changed.notify_all()
+            self._has_work.notify_all()
 
     def _read(self, claim: _Claim) -> bool:
         """Bring the blob into its buffer; False if the list was ended before that began."""

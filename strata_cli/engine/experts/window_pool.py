@@ -194,8 +194,8 @@ class WindowPool:
 class _Worker:
     """One thread of a pool.
 
-    ``back`` and ``error`` are written by the thread alone. A thread that failed goes on with the
-    next window; what it left undone makes the others give up.
+    ``own.back`` and ``error`` are written by the thread alone. A thread that failed goes on with
+    the next window; what it left undone makes the others give up.
     """
 
     def __init__(
@@ -208,7 +208,6 @@ class _Worker:
         patience_ns: int,
     ) -> None:
         self.windows: SimpleQueue[int | threading.Event | None] = SimpleQueue()
-        self.back = 0
         self.error: BaseException | None = None
         self._mailbox = mailbox
         self._layers = layers
@@ -242,7 +241,7 @@ class _Worker:
     def is_back(self, window: int) -> bool:
         """Whether the thread is done with a window, or will never be."""
         is_alive = self._thread is not None and self._thread.is_alive()
-        return self.back == window or not is_alive
+        return bool(self._own.back[0] == window) or not is_alive
 
     def rest(self, patience_s: float) -> None:
         """Wait until the thread has nothing to do.
@@ -280,7 +279,7 @@ class _Worker:
             except BaseException as error:  # noqa: BLE001  carried to the owner, who raises it
                 self.error = error
                 self._mailbox.state.numpy()[STOP] = 1
-            self.back = window
+                self._own.back[0] = window
 
     def _compute(self, window: int) -> None:
         arguments = (self._mailbox, self._layers, self._scratch, self._own, self._patience_ns)

@@ -69,6 +69,19 @@ def monotonic_ns(_typing: Any) -> Any:
 
 
 @intrinsic
+def rest_briefly(_typing: Any) -> Any:
+    """Between two looks at a flag: leave the core to its other thread for some cycles."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        if "+sse2" in context.codegen().magic_tuple()[2].split(","):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(_external(builder, "llvm.x86.sse2.pause", kind), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
 def give_way(_typing: Any) -> Any:
     """Let other threads have the processor, if any wants it."""
 

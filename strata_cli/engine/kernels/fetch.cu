@@ -199,22 +199,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     list_blobs(blobs, looked, addresses, expert_start, first_cached, end_cached, slots, staged, own,
                ahead_slots, claimed, spans, experts, num_slots, stride);
 #if BULK
-    if (threadIdx.x) return;
-    Claims claims(&turn->claimed);
-    carry(ring, claims, blobs, bytes);
-    const unsigned before = atomicAdd(&turn->arrived, 1u);
-    if (has_next && before == gridDim.x / 2) tell(&next->go, BRING);
-    if (before == gridDim.x - 1) turn->claimed = turn->arrived = 0;  // nobody claims any more
+    if (threadIdx.x == 0) {
+        Claims claims(&turn->claimed);
+        carry(ring, claims, blobs, bytes);
+        const unsigned before = atomicAdd(&turn->arrived, 1u);
+        if (has_next && before == gridDim.x / 2) tell(&next->go, BRING);
+        if (before == gridDim.x - 1) turn->claimed = turn->arrived = 0;  // nobody claims any more
+    }
 #else
     const int warps = gridDim.x * blockDim.x / 32, total = blobs.total();
     Finder finder = {blobs, 0};
     for (int work = (blockIdx.x * blockDim.x + threadIdx.x) / 32; work < total; work += warps)
         copy_span(finder.find(work, bytes));
 #endif
-    if (blockIdx.x == 0 && threadIdx.x == 0)  // what others still copy is there when this is done
-        for (int slot = 0; slot < own.count; slot++)
-            while (atomicAdd(ahead->done + slot, 0) < own.done[slot]) {
-            }
+    const int slot = threadIdx.x - 32;  // of the second warp, which does not copy meanwhile
+    if (blockIdx.x == 0 && slot >= 0 && slot < own.count)
+        while (atomicAdd(ahead->done + slot, 0) < own.done[slot]) {
+        }
 }
 
 // keys [E]: what orders experts by how likely they are: by the largest logit of any token, with
@@ -333,14 +334,15 @@ __device__ inline bool await_turn(Ahead *ahead, unsigned wanted, long long patie
     return true;
 }
 
-// Until all that was claimed for a layer is in its slots, wanted or not: they are filled anew.
+// Until all that was claimed for a layer is in its slots, wanted or not, by one warp. They are
+// filled anew.
 __device__ inline void await_slots(Ahead *ahead, int spans) {
-    const int claimed = min(static_cast<int>(atomicAdd(&ahead->final, 0u)) - 1,
-                            atomicAdd(&ahead->count, 0) * spans);
-    for (int done = 0; done < claimed;) {
-        done = 0;
-        for (int slot = 0; slot < MOST_AHEAD; slot++) done += atomicAdd(ahead->done + slot, 0);
+    const int slot = threadIdx.x % MOST_AHEAD;
+    const int claimed = static_cast<int>(__ldcg(&ahead->final)) - 1 - slot * spans;
+    const int own = slot < __ldcg(&ahead->count) ? min(claimed, spans) : 0;
+    while (atomicAdd(ahead->done + slot, 0) < own) {
     }
+    __syncwarp();
 }
 #endif
 
@@ -381,11 +383,11 @@ extern "C" __global__ void bring_layers(const float *foreseen, const float *erro
         if (threadIdx.x == 0) ahead->count = own.count;
         __threadfence();
         __syncwarp();
+        if (layer > 2) await_slots(states + layer - 2, spans_of(blob_bytes[layer - 2]));
         const long long bytes = blob_bytes[layer];
         place_ahead(blobs, own.count, slots + layer % 2 * num_slots * stride, stride,
                     spans_of(bytes));
         if (threadIdx.x == 0 && own.count && await_turn(ahead, BRING, patience_ns)) {
-            if (layer > 2) await_slots(states + layer - 2, spans_of(blob_bytes[layer - 2]));
             Claims claims(&ahead->claimed);
             carry(ring, claims, blobs, bytes);
             for (int slot = 0; slot < own.count; slot++)

@@ -1,10 +1,10 @@
 """A window's experts on the host's processor: what each thread of the pool runs, compiled.
 
 Threads go through the layers side by side. In each they wait until its pairs are posted, share the
-tiles of gate and up, then the rows of the activation, then the tiles of down: a thread takes the
-next piece from a counter, and goes on when all pieces are done. Whoever comes late finds nothing
-left to take, so a layer's mailbox is read by those alone who compute for it. Bits are those of the
-host's products, whoever computes what.
+activation, a tile of gate and of up at a time, then the tiles of down: a thread takes the next
+piece from a counter, and goes on when all pieces are done. Whoever comes late finds nothing left to
+take, so a layer's mailbox is read by those alone who compute for it. Bits are those of the host's
+products, whoever computes what.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.kernels.atomics import fetch_add, monotonic_ns, store_release
 from strata_cli.engine.kernels.dequant import dequantizer
 from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
-from strata_cli.engine.kernels.mailbox import Mailbox, await_number
+from strata_cli.engine.kernels.mailbox import LINE, Mailbox, await_number
 from strata_cli.engine.kernels.matmul import ROW_TILE, product_items, read_only
 from strata_cli.engine.kernels.pointers import address_of
 from strata_cli.engine.kernels.rows import compile_small, swiglu_row
@@ -30,7 +30,10 @@ Longs = NDArray[np.int64]
 
 GATE, UP, DOWN = 0, 1, 2
 FIELDS = 8  # of a matrix, see matrix_fields
-COUNTERS = 8  # of a layer: taken and done, of three stages
+LINE_BYTES = 64  # of the cache: counters in lines of their own do not disturb each other
+STAGE_BYTES = 2 * LINE_BYTES  # pieces taken, and pieces done
+COUNTERS = 2 * STAGE_BYTES // 8  # of a layer, in two stages
+DOWN_TILES = 4  # of a piece
 DONE, STOPPED = 0, 1
 
 
@@ -70,6 +73,7 @@ class OwnScratch(NamedTuple):
         rows: token of each pair, int32 [P].
         numbers: 0, 1, ..., int32 [P].
         place: where each posted pair went, int32 [P].
+        back: number of the window that the thread was last done with, int32 [LINE], the first.
     """
 
     start: Ints
@@ -77,6 +81,7 @@ class OwnScratch(NamedTuple):
     rows: Ints
     numbers: Ints
     place: Ints
+    back: Ints
 
 
 def matrix_fields(layout: WeightLayout) -> list[int]:
@@ -100,6 +105,7 @@ def own_scratch(pairs: int) -> OwnScratch:
         rows=np.zeros(pairs, np.int32),
         numbers=np.arange(pairs, dtype=np.int32),
         place=np.zeros(pairs, np.int32),
+        back=np.zeros(LINE, np.int32),
     )
 
 
@@ -112,6 +118,8 @@ def serve_window(
     patience_ns: int,
 ) -> bool:
     """Compute what one window posts, with the other threads of the pool. Holds no lock of Python.
+
+    What it leaves in ``own.back`` says that it is done: others need not wait for Python then.
 
     Args:
         window: its number.
@@ -149,6 +157,7 @@ def serve_window(
         read_only(own.blobs),
         read_only(own.rows),
         read_only(own.numbers),
+        own.back,
         patience_ns,
     )
     return status == DONE
@@ -187,12 +196,12 @@ def _by_expert(
 
 @inline_jit
 def _product(
-    tile: int, matrix: Longs, x: int, rows: Ints, start: Ints, blobs: Longs, out: int
+    begin: int, end: int, matrix: Longs, x: int, rows: Ints, start: Ints, blobs: Longs, out: int
 ) -> None:
-    """One tile of rows of a matrix of each expert, for the expert's pairs."""
+    """Some tiles of rows of a matrix of each expert, for the expert's pairs."""
     product_items(
-        tile,
-        tile + 1,
+        begin,
+        end,
         x,
         rows,
         start,
@@ -217,39 +226,37 @@ def _tiles(matrix: Longs) -> int:
 
 
 @inline_jit
-def _gate_and_up(
+def _activate(
     counter: int,
     matrix: Longs,
     x: int,
     rows: Ints,
     start: Ints,
     blobs: Longs,
-    gate: int,
-    up: int,
+    gate: Floats,
+    up: Floats,
 ) -> int:
-    """This thread's share of both products; gives the number of pieces."""
-    half = _tiles(matrix[GATE])
-    total = half + _tiles(matrix[UP])
+    """This thread's share of silu(gate) * up, in place of gate; gives the number of pieces.
+
+    A piece is a tile of one expert's gate and up.
+    """
+    tiles, width = _tiles(matrix[GATE]), matrix[GATE, 1]
+    total, own = tiles * blobs.size, 0
     piece = fetch_add(counter, 1)
     while piece < total:
-        if piece < half:
-            _product(piece, matrix[GATE], x, rows, start, blobs, gate)
-        else:
-            _product(piece - half, matrix[UP], x, rows, start, blobs, up)
-        fetch_add(counter + 8, 1)
+        expert, tile = piece // tiles, piece % tiles
+        pairs, blob = start[expert : expert + 2], blobs[expert : expert + 1]
+        _product(tile, tile + 1, matrix[GATE], x, rows, pairs, blob, address_of(gate))
+        _product(tile, tile + 1, matrix[UP], x, rows, pairs, blob, address_of(up))
+        first = tile * ROW_TILE
+        count = min(ROW_TILE, width - first)
+        for pair in range(pairs[0], pairs[1]):
+            at = pair * width + first
+            swiglu_row(gate, at, gate, at, up, at, count)
+        own += 1
         piece = fetch_add(counter, 1)
+    fetch_add(counter + LINE_BYTES, own)
     return total
-
-
-@inline_jit
-def _activate(counter: int, count: int, width: int, gate: Floats, up: Floats) -> None:
-    """This thread's share of silu(gate) * up, in place of gate: a row at a time."""
-    row = fetch_add(counter, 1)
-    while row < count:
-        at = row * width
-        swiglu_row(gate, at, gate, at, up, at, width)
-        fetch_add(counter + 8, 1)
-        row = fetch_add(counter, 1)
 
 
 @inline_jit
@@ -262,14 +269,22 @@ def _down(
     blobs: Longs,
     out: int,
 ) -> bool:
-    """This thread's share of the last product; True for the thread that ends it."""
-    total, is_last = _tiles(matrix), False
+    """This thread's share of the last product; True for the thread that ends it.
+
+    A piece is some tiles of one expert: its rows are short.
+    """
+    tiles, own = _tiles(matrix), 0
+    pieces = (tiles + DOWN_TILES - 1) // DOWN_TILES
+    total = pieces * blobs.size
     piece = fetch_add(counter, 1)
     while piece < total:
-        _product(piece, matrix, gate, numbers, start, blobs, out)
-        is_last = fetch_add(counter + 8, 1) + 1 == total
+        expert, begin = piece // pieces, piece % pieces * DOWN_TILES
+        pairs, blob = start[expert : expert + 2], blobs[expert : expert + 1]
+        end = min(begin + DOWN_TILES, tiles)
+        _product(begin, end, matrix, gate, numbers, pairs, blob, out)
+        own += 1
         piece = fetch_add(counter, 1)
-    return is_last
+    return own > 0 and fetch_add(counter + LINE_BYTES, own) + own == total
 
 
 @nogil_jit
@@ -298,6 +313,7 @@ def _serve_window(
     addresses: Longs,
     tokens: Ints,
     numbers: Ints,
+    back: Ints,
     patience_ns: int,
 ) -> int:
     """What serve_window runs.
@@ -307,10 +323,11 @@ def _serve_window(
     """
     compile_small()
     stop = address_of(state)
-    gates, ups = address_of(gate), address_of(up)
+    gates, status = address_of(gate), DONE
     for layer in range(posted.shape[0]):
         if not await_number(address_of(posted[layer]), window, stop, patience_ns):
-            return STOPPED
+            status = STOPPED
+            break
         count = counts[layer, 0]
         if count == 0:
             continue
@@ -320,16 +337,16 @@ def _serve_window(
         )
         own_start, own = starts[: num + 1], addresses[:num]
         matrix, counter = matrices[layer], address_of(counters[layer])
-        total = _gate_and_up(counter, matrix, address_of(x), tokens, own_start, own, gates, ups)
-        if not await_number(counter + 8, total, stop, patience_ns):
-            return STOPPED
-        _activate(counter + 16, count, matrix[GATE, 1], gate, up)
-        if not await_number(counter + 24, count, stop, patience_ns):
-            return STOPPED
-        if _down(counter + 32, matrix[DOWN], gates, numbers, own_start, own, address_of(out)):
+        total = _activate(counter, matrix, address_of(x), tokens, own_start, own, gate, up)
+        if not await_number(counter + LINE_BYTES, total, stop, patience_ns):
+            status = STOPPED
+            break
+        counter += STAGE_BYTES
+        if _down(counter, matrix[DOWN], gates, numbers, own_start, own, address_of(out)):
             for pair in range(count):
                 place[layer, pair] = own_place[pair]
             times[0] += monotonic_ns() - began
             times[1] += num
             store_release(address_of(done[layer]), window)
-    return DONE
+    store_release(address_of(back), window)
+    return status

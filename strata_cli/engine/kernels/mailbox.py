@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Kernel, Launch, Stream, Tensor, empty
-from strata_cli.engine.kernels.atomics import give_way, load_acquire, monotonic_ns, store_release
+from strata_cli.engine.kernels.atomics import (
+    give_way,
+    load_acquire,
+    monotonic_ns,
+    rest_briefly,
+    store_release,
+)
 from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
 from strata_cli.engine.kernels.pointers import address_of
 from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
@@ -218,6 +224,7 @@ def await_number(flag: int, number: int, state: int, patience_ns: int) -> bool:
     start, spins = monotonic_ns(), 0
     while load_acquire(flag) != number:
         spins += 1
+        rest_briefly()
         if spins % SPINS == 0:
             if load_acquire(state) != 0 or monotonic_ns() - start > patience_ns:
                 return False

@@ -119,8 +119,7 @@ def product_items(
     """
     pitch, segments = rows * _FLOAT_BYTES, blobs.size
     w_pitch = (cols if cols % _PADDED_COLS else cols + _PADDING) * _FLOAT_BYTES
-    scratch = allocate_bytes(ROW_TILE * w_pitch + _LINE_BYTES)
-    floats = (scratch + _LINE_BYTES - 1) & -_LINE_BYTES
+    scratch, floats = np.intp(0), np.intp(0)
     compile_small()
     for item in range(begin, end):
         first_row, part = item // parts * ROW_TILE, item % parts
@@ -136,6 +135,9 @@ def product_items(
                 to = out + first * pitch + first_row * _FLOAT_BYTES
                 call_dots(dots, w, row_nbytes, n, source, cols // block_weights, table, to)
                 continue
+            if scratch == 0:
+                scratch = allocate_bytes(ROW_TILE * w_pitch + _LINE_BYTES)
+                floats = (scratch + _LINE_BYTES - 1) & -_LINE_BYTES
             ids = address_of(row_of) + first * 4
             step = 4 if count < FEW_ROWS else ROW_TILE
             for row in range(first_row, end_row, step):
@@ -150,7 +152,8 @@ def product_items(
                     w, w_stride = floats, w_pitch
                 to = out + first * pitch + row * _FLOAT_BYTES
                 multiply_rows(w, w_stride, n, x, cols, ids, count, to, pitch)
-    free_bytes(scratch)
+    if scratch != 0:
+        free_bytes(scratch)
 
 
 def _row_tiles(rows: int) -> int:

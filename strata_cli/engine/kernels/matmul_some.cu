@@ -1,9 +1,10 @@
-// Products of experts with some activation rows each: passes of about a hundred tokens (sm_90).
-//   x [R,K] f16, pairs sorted by expert; each expert's matrices are N rows of K quantized weights
-//   grouped_some:   row p of x, of pair p -> out [P,N] f32
-//   grouped_swiglu: row row_of[p] of x    -> out [P,N] f16 = silu(gate) * up of two matrices
+// Products of some activation rows, and of experts with some each: passes of about a hundred tokens
+// (sm_90).
+//   x [R,K] f16; matrices are N rows of K quantized weights; pairs are sorted by expert
+//   matmul_some, grouped_some:   x, a row for each pair -> out [P,N] f32
+//   matmul_swiglu, grouped_swiglu: x, or its rows row_of -> out [P,N] f16 = silu(gate) * up of two
 //   grid (blocks): each makes as many tiles as the others, one after the other, whosever they are.
-//   An expert's weights are read and decoded once for up to 8 * GROUPS of its pairs. Decoding is
+//   A matrix's weights are read and decoded once for up to 8 * GROUPS of its pairs. Decoding is
 //   what bounds this, at about 20 weights of a multiprocessor per clock.
 //
 // A tile is 16 weight rows: of one matrix, or eight of each of the two, whose sums then meet in one
@@ -28,33 +29,83 @@ struct Ring {
     int teams, team_warps, slots, slot_chunks, depth;
 };
 
-// One of an expert's groups: its first pair, how many, and where the expert's matrices are.
+// Pairs whose activations a block has at once: the first, and how many.
 struct Group {
-    int expert, first, count;
+    int first, count;
 };
 
-template <int TYPE, int LANE, int ALIGN, int GROUPS, int MATRICES>
+// Group `number` of `all` of so many rows, which are shared out about equally.
+__device__ inline Group part_of(int first, int rows, int all, int number) {
+    const int each = tokens_each(rows, all);
+    return {first + number * each, min(each, rows - number * each)};
+}
+
+// The pairs of experts, in groups of up to MOST, and where their matrices are.
+template <int MATRICES, int MOST>
+struct OfExperts {
+    const long long *blobs[MATRICES];
+    long long offsets[MATRICES];
+    const int *expert_start, *rows;  // rows: null: x has one for each pair
+    ExpertTiles<MOST> experts;
+
+    // Takes memory from a word on; scratch: a word for each warp. By all threads of the block.
+    __device__ void load(int *shared, int *scratch) {
+        experts.start = shared;
+        experts.prefix = reinterpret_cast<unsigned short *>(shared + experts.count + 1);
+        experts.load(expert_start, scratch);
+    }
+    __device__ int groups() const { return experts.prefix[experts.count]; }
+
+    // Of a group; by whole warps.
+    __device__ Group group(int number) const {
+        const int e = experts.of_tile(number), before = experts.prefix[e];
+        return part_of(experts.start[e], experts.start[e + 1] - experts.start[e],
+                       experts.prefix[e + 1] - before, number - before);
+    }
+    __device__ const unsigned char *data(int number, int matrix) const {
+        const int e = experts.of_tile(number);
+        long long address = blobs[0][e] + offsets[0];
+        if (MATRICES > 1 && matrix > 0) address = blobs[MATRICES - 1][e] + offsets[MATRICES - 1];
+        return reinterpret_cast<const unsigned char *>(address);
+    }
+    __device__ long long row_of(int pair) const { return rows ? rows[pair] : pair; }
+};
+
+// Rows of x that share their matrices, in groups of up to MOST.
+template <int MATRICES, int MOST>
+struct OfAll {
+    const unsigned char *matrices[MATRICES];
+    int tokens;
+
+    __device__ void load(int *, int *) { __syncthreads(); }
+    __device__ int groups() const { return (tokens + MOST - 1) / MOST; }
+    __device__ Group group(int number) const { return part_of(0, tokens, groups(), number); }
+    __device__ const unsigned char *data(int, int matrix) const {
+        return MATRICES > 1 && matrix > 0 ? matrices[MATRICES - 1] : matrices[0];
+    }
+    __device__ long long row_of(int pair) const { return pair; }
+};
+
+template <int TYPE, int LANE, int ALIGN, int GROUPS, int MATRICES,
+          template <int, int> class SourceOf>
 struct Some {
     using Own = Kind<TYPE, LANE, ALIGN>;
     using R = typename Own::R;
     using Book = FewBook<Codec<TYPE>::BOOK ? TYPE : 0>;
-    using Experts = ExpertTiles<8 * GROUPS>;
+    using Source = SourceOf<MATRICES, 8 * GROUPS>;
     static constexpr int MATRIX_ROWS = TILE_ROWS / MATRICES;
     static constexpr int ALIGNMENT = stage_alignment(ALIGN, R::bytes(256));
     typedef float Sums[GROUPS][4];
 
+    Source source;
     const unsigned short *x;
-    const long long *blobs[MATRICES];
-    long long offsets[MATRICES];
-    const int *row_of;  // null: x has a row for each pair
     void *out;
-    int rows, cols, tiles;  // of a matrix, and those of an expert
+    int rows, cols, tiles;  // of a matrix; tiles of a group
     Plan plan;
     Cut cut;
     Ring ring;
-    Experts experts;
     // Shared memory, in this order: the book, slots, x in the lanes' order, the slices' sums of
-    // every team, gates of slots and of teams, what slots hold, whose groups are whose.
+    // every team, gates of slots and of teams, what slots hold, what the source keeps.
     unsigned *book;
     unsigned char *slots;
     uint4 *planes;
@@ -63,7 +114,7 @@ struct Some {
     Held *held;
     int begin, end;  // the block's tiles
 
-    __device__ void lay_out(uint4 *shared, int count) {
+    __device__ void lay_out(uint4 *shared) {
         book = reinterpret_cast<unsigned *>(shared);
         slots = reinterpret_cast<unsigned char *>(shared + Book::CHUNKS);
         planes = shared + Book::CHUNKS + ring.slots * ring.slot_chunks;
@@ -72,8 +123,6 @@ struct Some {
         empty = reinterpret_cast<unsigned long long *>(sums + ring.teams * set);
         full = empty + ring.slots;
         held = reinterpret_cast<Held *>(full + ring.teams * ring.depth);
-        int *start = reinterpret_cast<int *>(held + ring.slots);
-        experts = {start, reinterpret_cast<unsigned short *>(start + count + 1), count};
     }
 
     __device__ int spans() const { return MATRIX_ROWS >> plan.span_shift; }  // of a matrix
@@ -83,23 +132,6 @@ struct Some {
         for (int i = 0; i < ring.slots; i++) open_gate(empty + i, ring.team_warps);
         for (int i = 0; i < ring.teams * ring.depth; i++) open_gate(full + i, MATRICES * spans());
         publish_gates();
-    }
-
-    // By all threads of the block: which tiles are its own. scratch: a word for each warp.
-    __device__ void share_out(const int *expert_start, int *scratch) {
-        experts.load(expert_start, scratch);
-        const long long all = static_cast<long long>(experts.prefix[experts.count]) * tiles;
-        begin = static_cast<int>(all * blockIdx.x / gridDim.x);
-        end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
-    }
-
-    // By whole warps.
-    __device__ Group group(int number) const {
-        const int e = experts.of_tile(number);
-        const int parts = experts.prefix[e + 1] - experts.prefix[e];
-        const int pairs = experts.start[e + 1] - experts.start[e];
-        const int each = tokens_each(pairs, parts), first = (number - experts.prefix[e]) * each;
-        return {e, experts.start[e] + first, min(each, pairs - first)};
     }
 
     // -- the warp that copies --------------------------------------------------------------------
@@ -114,11 +146,7 @@ struct Some {
         for (int unit = begin; unit < end; unit++) {
             if (unit / tiles != number) {
                 number = unit / tiles;
-                const int e = experts.of_tile(number);
-                long long blob = blobs[0][e] + offsets[0];
-                if (MATRICES > 1 && matrix > 0)
-                    blob = blobs[MATRICES - 1][e] + offsets[MATRICES - 1];
-                data = reinterpret_cast<const unsigned char *>(blob);
+                data = source.data(number, matrix);
             }
             if (unit - begin >= ring.slots) pass_gate(empty + slot, parity);
             if (lane < MATRICES * own_spans) {
@@ -150,8 +178,7 @@ struct Some {
 #pragma unroll
             for (int i = 0; i < LOADS_AT_ONCE; i++) {
                 const int at = min(base + i * threads, all - 1), column = at / octets;
-                const int pair = own.first + column;
-                const long long row = row_of ? row_of[pair] : pair;
+                const long long row = source.row_of(own.first + column);
                 v[i] = from[row * octets + (at - column * octets)];
             }
 #pragma unroll
@@ -294,7 +321,7 @@ struct Some {
 #pragma unroll 1
         for (int unit = begin; unit < end;) {
             const int number = unit / tiles, stop = min(end, (number + 1) * tiles) - begin;
-            const Group own = group(number);
+            const Group own = source.group(number);
             team_barrier(PLANES_BARRIER, threads);  // nobody needs the planes of the group before
             load_planes(own, threads);
             team_barrier(PLANES_BARRIER, threads);
@@ -308,13 +335,16 @@ struct Some {
         }
     }
 
-    __device__ void run(uint4 *shared, const int *expert_start, int count) {
+    __device__ void run(uint4 *shared) {
         const int warps = ring.teams * ring.team_warps;
-        lay_out(shared, count);
+        lay_out(shared);
         open_gates();
         Book::load(book, blockDim.x);
         wait_for_launches_ahead();
-        share_out(expert_start, reinterpret_cast<int *>(held));
+        source.load(reinterpret_cast<int *>(held + ring.slots), reinterpret_cast<int *>(held));
+        const long long all = static_cast<long long>(source.groups()) * tiles;
+        begin = static_cast<int>(all * blockIdx.x / gridDim.x);
+        end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
         if (threadIdx.x / 32 == warps)
             copy_tiles();
         else
@@ -322,23 +352,55 @@ struct Some {
     }
 };
 
-template <class Work>
-__device__ inline void set_shape(Work &work, long long rows, long long cols, long long teams,
-                                 long long team_warps, long long slots, long long slot_chunks,
-                                 long long depth, long long slice, long long span_shift,
-                                 long long chunks) {
-    work.rows = static_cast<int>(rows), work.cols = static_cast<int>(cols);
-    work.tiles = (work.rows + Work::MATRIX_ROWS - 1) / Work::MATRIX_ROWS;
-    work.plan = plan_from(slice, team_warps, team_warps, Work::MATRIX_ROWS, span_shift, chunks);
-    work.cut = {Work::R::bytes(work.cols),
-                Work::R::bytes(work.plan.slice),
-                work.plan.slices,
-                1,
-                work.plan.span_shift,
-                work.plan.chunks,
-                0};
-    work.ring = {static_cast<int>(teams), static_cast<int>(team_warps), static_cast<int>(slots),
-                 static_cast<int>(slot_chunks), static_cast<int>(depth)};
+// Numbers that every function takes behind its own.
+struct Shape {
+    long long rows, cols, teams, team_warps, slots, slot_chunks, depth, slice, span_shift, chunks;
+
+    template <class Work>
+    __device__ void set(Work &work) const {
+        work.rows = static_cast<int>(rows), work.cols = static_cast<int>(cols);
+        work.tiles = (work.rows + Work::MATRIX_ROWS - 1) / Work::MATRIX_ROWS;
+        work.plan = plan_from(slice, team_warps, team_warps, Work::MATRIX_ROWS, span_shift, chunks);
+        work.cut = {Work::R::bytes(work.cols),
+                    Work::R::bytes(work.plan.slice),
+                    work.plan.slices,
+                    1,
+                    work.plan.span_shift,
+                    work.plan.chunks,
+                    0};
+        work.ring = {static_cast<int>(teams), static_cast<int>(team_warps), static_cast<int>(slots),
+                     static_cast<int>(slot_chunks), static_cast<int>(depth)};
+    }
+};
+
+template <int TYPE, int LANE, int ALIGN, int GROUPS>
+__global__ void __launch_bounds__(MOST_THREADS, 1)
+    matmul_some(const unsigned short *x, const unsigned char *data, float *out, long long,
+                long long tokens, long long rows, long long cols, long long teams,
+                long long team_warps, long long slots, long long slot_chunks, long long depth,
+                long long slice, long long span_shift, long long chunks) {
+    extern __shared__ uint4 shared[];
+    Some<TYPE, LANE, ALIGN, GROUPS, 1, OfAll> work;
+    work.x = x, work.out = out;
+    work.source = {{data}, static_cast<int>(tokens)};
+    Shape({rows, cols, teams, team_warps, slots, slot_chunks, depth, slice, span_shift, chunks})
+        .set(work);
+    work.run(shared);
+}
+
+template <int TYPE, int LANE, int ALIGN, int GROUPS>
+__global__ void __launch_bounds__(MOST_THREADS, 1)
+    matmul_swiglu(const unsigned short *x, const unsigned char *gate, const unsigned char *up,
+                  unsigned short *out, long long, long long tokens, long long rows, long long cols,
+                  long long teams, long long team_warps, long long slots, long long slot_chunks,
+                  long long depth, long long slice, long long span_shift, long long chunks) {
+    extern __shared__ uint4 shared[];
+    Some<TYPE, LANE, ALIGN, GROUPS, 2, OfAll> work;
+    work.x = x, work.out = out;
+    work.source = {{gate, up}, static_cast<int>(tokens)};
+    Shape({rows, cols, teams, team_warps, slots, slot_chunks, depth, slice, span_shift, chunks})
+        .set(work);
+    work.run(shared);
 }
 
 template <int TYPE, int LANE, int ALIGN, int GROUPS>
@@ -349,12 +411,13 @@ __global__ void __launch_bounds__(MOST_THREADS, 1)
                  long long slot_chunks, long long depth, long long slice, long long span_shift,
                  long long chunks) {
     extern __shared__ uint4 shared[];
-    Some<TYPE, LANE, ALIGN, GROUPS, 1> work;
-    work.x = x, work.row_of = nullptr, work.out = out;
-    work.blobs[0] = blobs, work.offsets[0] = offset;
-    set_shape(work, rows, cols, teams, team_warps, slots, slot_chunks, depth, slice, span_shift,
-              chunks);
-    work.run(shared, expert_start, static_cast<int>(experts));
+    Some<TYPE, LANE, ALIGN, GROUPS, 1, OfExperts> work;
+    work.x = x, work.out = out;
+    work.source = {
+        {blobs}, {offset}, expert_start, nullptr, {nullptr, nullptr, static_cast<int>(experts)}};
+    Shape({rows, cols, teams, team_warps, slots, slot_chunks, depth, slice, span_shift, chunks})
+        .set(work);
+    work.run(shared);
 }
 
 template <int TYPE, int LANE, int ALIGN, int GROUPS>
@@ -366,11 +429,14 @@ __global__ void __launch_bounds__(MOST_THREADS, 1)
                    long long slot_chunks, long long depth, long long slice, long long span_shift,
                    long long chunks) {
     extern __shared__ uint4 shared[];
-    Some<TYPE, LANE, ALIGN, GROUPS, 2> work;
-    work.x = x, work.row_of = row_of, work.out = out;
-    work.blobs[0] = gates, work.offsets[0] = gate_offset;
-    work.blobs[1] = ups, work.offsets[1] = up_offset;
-    set_shape(work, rows, cols, teams, team_warps, slots, slot_chunks, depth, slice, span_shift,
-              chunks);
-    work.run(shared, expert_start, static_cast<int>(experts));
+    Some<TYPE, LANE, ALIGN, GROUPS, 2, OfExperts> work;
+    work.x = x, work.out = out;
+    work.source = {{gates, ups},
+                   {gate_offset, up_offset},
+                   expert_start,
+                   row_of,
+                   {nullptr, nullptr, static_cast<int>(experts)}};
+    Shape({rows, cols, teams, team_warps, slots, slot_chunks, depth, slice, span_shift, chunks})
+        .set(work);
+    work.run(shared);
 }

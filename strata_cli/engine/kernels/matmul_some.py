@@ -1,4 +1,4 @@
-"""Products of experts with some activation rows each: passes of about a hundred tokens, on a GPU.
+"""Products of some rows, and of experts with some each: passes of about a hundred tokens, on a GPU.
 
 Passes over eight rows at a time would decode the weights of many experts several times over, and
 tiles of 128 rows would mostly be empty. Bits are those of ``grouped_matmul`` and ``swiglu``.
@@ -12,13 +12,21 @@ from typing import NamedTuple
 import numpy as np
 
 from strata_cli.engine.device.base import Stream, Tensor
-from strata_cli.engine.kernels.choice import SOME_PAIRS_PER_EXPERT
+from strata_cli.engine.kernels.choice import FEW_TOKENS, SOME_PAIRS_PER_EXPERT, SOME_TOKENS
 from strata_cli.engine.kernels.few import book_bytes, cut_rows
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Experts, matrix_of_experts
-from strata_cli.engine.kernels.products import WARP, Matrix, Plan, slice_cols, unit_of
+from strata_cli.engine.kernels.products import (
+    WARP,
+    Matrix,
+    Plan,
+    dense_matrix,
+    slice_cols,
+    unit_of,
+)
 from strata_cli.engine.kernels.prompt_plan import Gpu, gpu_of
 from strata_cli.engine.kernels.shapes import blocks, expect
+from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import BLOCK
 from strata_cli.errors import DeviceError
 
@@ -50,8 +58,10 @@ class _Shape(NamedTuple):
         return blocks(self.slots, self.teams)
 
 
-@lru_cache(maxsize=1024)
-def _shape(matrix: Matrix, matrices: int, experts: int, gpu: Gpu) -> _Shape | None:
+@lru_cache(maxsize=4096)
+def _shape(
+    matrix: Matrix, matrices: int, experts: int, gpu: Gpu, candidates: tuple[int, ...] = GROUPS
+) -> _Shape | None:
     """The one of most pairs at once whose teams find their next tile on its way, if any fits."""
     slices = blocks(matrix.cols, slice_cols(matrix.qtype, matrix.cols))
     is_packed = BLOCK[matrix.qtype].weights % 32 == 0
@@ -60,7 +70,7 @@ def _shape(matrix: Matrix, matrices: int, experts: int, gpu: Gpu) -> _Shape | No
     cut = cut_rows(matrix, TILE_ROWS // matrices)
     slot_chunks, known = matrices * cut.slot_chunks, 6 * (experts + 1)
     most = MOST_WARPS // slices
-    for groups in GROUPS:
+    for groups in candidates:
         for teams in range(most, most * 2 // 3 if groups > 1 else 0, -1):
             sums = teams * (slices - 1) * groups * SUMS_BYTES
             planes = 16 * groups * matrix.cols
@@ -74,14 +84,15 @@ def _shape(matrix: Matrix, matrices: int, experts: int, gpu: Gpu) -> _Shape | No
 
 
 @lru_cache(maxsize=4096)
-def some_plan(matrix: Matrix, matrices: int, experts: int, gpu: Gpu) -> Plan:
-    """The function for one matrix of each expert, or for gate and up.
+def some_plan(matrix: Matrix, matrices: int, experts: int, gpu: Gpu, tokens: int = 0) -> Plan:
+    """The function for a matrix, or for gate and up: of each expert, or of all tokens.
 
     Args:
-        matrix: of every expert.
+        matrix: what it is compiled for.
         matrices: 1 or 2.
-        experts: how many.
+        experts: how many; 0: none.
         gpu: where it runs.
+        tokens: without experts.
 
     Raises:
         DeviceError: it does not fit.
@@ -92,15 +103,16 @@ def some_plan(matrix: Matrix, matrices: int, experts: int, gpu: Gpu) -> Plan:
             f"{matrix.qtype.name} product with {matrix.cols} columns for pairs of {experts} "
             f"experts does not fit a block's {gpu.shared_bytes} bytes of shared memory"
         )
-    name = "grouped_swiglu" if matrices == 2 else "grouped_some"
-    unit = unit_of(SOME_SOURCE, name, matrix.qtype, matrix.lane, matrix.align, shape.groups)
+    if not experts:
+        shape = _with_work(shape, matrix, matrices, gpu, tokens)
+    name = ("grouped_" if experts else "matmul_") + ("swiglu" if matrices == 2 else "some")
     return Plan(
-        unit=unit,
+        unit=unit_of(SOME_SOURCE, name, matrix.qtype, matrix.lane, matrix.align, shape.groups),
         grid=(max(1, gpu.num_multiprocessors), 1, 1),
         block=(WARP * (shape.teams * shape.team_warps + 1), 1, 1),
         shared_bytes=shape.shared_bytes,
         extents=(
-            experts,
+            *((experts,) if experts else ()),
             shape.teams,
             shape.team_warps,
             shape.slots,
@@ -111,6 +123,79 @@ def some_plan(matrix: Matrix, matrices: int, experts: int, gpu: Gpu) -> Plan:
             shape.chunks,
         ),
     )
+
+
+def _with_work(shape: _Shape, matrix: Matrix, matrices: int, gpu: Gpu, tokens: int) -> _Shape:
+    """With fewer tokens at once where else half of all teams would have no tile."""
+    for groups in range(shape.groups - 1, 0, -1):
+        tiles = blocks(tokens, 8 * shape.groups) * blocks(matrix.rows * matrices, TILE_ROWS)
+        if 2 * tiles >= gpu.num_multiprocessors * shape.teams:
+            break
+        if groups in GROUPS:
+            shape = _shape(matrix, matrices, 0, gpu, (groups,)) or shape
+    return shape
+
+
+def can_make_some(stream: Stream, weight: Weight, tokens: int, *, matrices: int = 1) -> bool:
+    """Whether ``matmul_some``, or ``matmul_swiglu_some``, makes so many rows, and first."""
+    if not stream.shared_bytes or not FEW_TOKENS < tokens <= SOME_TOKENS:
+        return False
+    return _shape(_matrix(weight), matrices, 0, gpu_of(stream)) is not None
+
+
+def matmul_some(stream: Stream, rounded: Tensor, weight: Weight, out: Tensor) -> None:
+    """Enqueue ``matmul``, where ``can_make_some``.
+
+    Args:
+        stream: where it runs.
+        rounded: activations as ``round_rows`` left them, float16 [T, K].
+        weight: N rows of K quantized weights.
+        out: float32 [T, N], overwritten.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    tokens = rounded.shape[0]
+    expect("matmul_some rounded", rounded, (tokens, weight.cols), np.float16)
+    expect("matmul_some out", out, (tokens, weight.rows))
+    plan = some_plan(_matrix(weight), 1, 0, gpu_of(stream), tokens)
+    numbers = (int(weight.qtype), tokens, weight.rows, weight.cols)
+    launch = plan.launch(1, 1, early=True)
+    stream.launch(gpu_kernel(plan.unit), launch, rounded, weight.data, out, *numbers)
+
+
+def matmul_swiglu_some(
+    stream: Stream, rounded: Tensor, gate: Weight, up: Weight, hidden: Tensor
+) -> None:
+    """Enqueue silu(gate) * up of two products, where ``can_make_some`` of two such matrices.
+
+    Args:
+        stream: where it runs.
+        rounded: activations as ``round_rows`` left them, float16 [T, K].
+        gate: N rows of K quantized weights.
+        up: the same, of the same type and alignment.
+        hidden: float16 [T, N], overwritten: the product rounded as ``round_rows`` does.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    tokens = rounded.shape[0]
+    expect("matmul_swiglu_some rounded", rounded, (tokens, gate.cols), np.float16)
+    expect("matmul_swiglu_some hidden", hidden, (tokens, gate.rows), np.float16)
+    plan = some_plan(_matrix(gate), 2, 0, gpu_of(stream), tokens)
+    numbers = (int(gate.qtype), tokens, gate.rows, gate.cols)
+    operands = (rounded, gate.data, up.data, hidden)
+    launch = plan.launch(1, 1, early=True)
+    stream.launch(gpu_kernel(plan.unit), launch, *operands, *numbers)
+
+
+def are_alike(first: Weight, second: Weight) -> bool:
+    """Whether one function is compiled for both."""
+    return _matrix(first) == _matrix(second)
+
+
+def _matrix(weight: Weight) -> Matrix:
+    return dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
 
 
 class ExpertMlp(NamedTuple):
