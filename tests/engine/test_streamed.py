@@ -20,11 +20,12 @@ from strata_cli.engine.device.host_memory import HostBuffer
 from strata_cli.engine.device.host_stream import HostStream
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, Sequence
-from strata_cli.engine.experts import waiting
+from strata_cli.engine.experts import sizing, waiting
 from strata_cli.engine.experts.sizing import SELECTED_RING_SLOTS
 from strata_cli.engine.experts.streaming import ChunkStream
 from strata_cli.engine.forward import mixture
 from strata_cli.engine.forward.on_stream import ModelOnStream
+from strata_cli.engine.prefill import prompt_stream
 from strata_cli.engine.prefill.feed import StreamTables
 from strata_cli.engine.trace import Event, Trace
 from strata_cli.errors import DeviceError, StallError, StateError
@@ -154,6 +155,28 @@ def test_kept_experts_are_not_copied_again(separate: Path, device_name: str) -> 
         first, second, third, _ = (c.copied + c.skipped for c in streamer_of(engine).counts)
         num_entries = NUM_EXPERTS * NUM_LAYERS - 60 + 16 + 9
         assert (first, second, third) == (num_entries, num_entries - 9, num_entries - 9)
+
+
+def test_what_one_prompt_brought_is_there_for_the_next(
+    separate: Path, device_name: str, truth: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the slots are lent: here 24, of which short prompts have a ring of 16."""
+    for module in (prompt_stream, sizing):
+        monkeypatch.setattr(module, "SELECTED_RING_SLOTS", 16)
+    way = Way(cache=60, least=36, is_likely=True, foresees=True)
+    copied = []
+    with way.open(separate, device_name) as engine, engine.sequence() as sequence:
+        sequence.prefill(TURNS[0][:STREAM_MIN])
+        start = sequence.snapshot()
+        for _ in range(4):
+            sequence.restore(start)
+            with engine.canonical():
+                logits = sequence.prefill(TURNS[0][STREAM_MIN : STREAM_MIN + 9])
+            assert np.array_equal(logits, truth.logits[STREAM_MIN + 8])
+            copied.append(streamer_of(engine).counts[0].copied)
+        assert copied[-1] < copied[0]
+        assert np.array_equal(sequence.step(TURNS[0][STREAM_MIN + 9]), truth.logits[STREAM_MIN + 9])
+        assert streamer_of(engine)._kept is None
 
 
 def test_short_chunks_copy_routed_experts_alone(separate: Path, device_name: str) -> None:

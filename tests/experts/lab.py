@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,8 @@ from strata_cli.engine.experts.streaming import Blobs, ChunkStream, StreamCounts
 from strata_cli.engine.trace import NO_TRACE, Trace
 from tests.experts.cases import plain_case
 from tests.experts.simulator import Case
+
+MORE_SLOTS = 13  # behind a ring's
 
 
 def large_case(
@@ -59,8 +62,10 @@ class Lab:
         self.case = case
         self.copies, self.reads = device.stream("copies"), device.stream("reads")
         slot_bytes = max(case.blob_bytes)
-        memory = device.allocate(case.ring_slots * slot_bytes)
-        slots = Tensor.over(memory, (case.ring_slots, slot_bytes), np.uint8)
+        num_slots = case.ring_slots + MORE_SLOTS
+        memory = device.allocate(num_slots * slot_bytes)
+        self._slots = Tensor.over(memory, (num_slots, slot_bytes), np.uint8)
+        slots = self._slots.rows(0, case.ring_slots)
         self.ring = Ring(device, slots, self.copies, self.reads, trace)
         self.layers = [self._stamped(layer, size) for layer, size in enumerate(case.blob_bytes)]
 
@@ -98,6 +103,8 @@ class Lab:
                             expert = entries.experts[entry_of[rank]]
                             expected.append(self.layers[layer].numpy()[expert])
             stream.finish()
+        if kept is not None:
+            kept.leave(stream.entries, stream.use)
         assert ((stream.use > 0) == case.routed).all()
         self.reads.synchronize()
         self.copies.synchronize()
@@ -131,13 +138,27 @@ class Lab:
             assert (record[start : start + blob.size] == blob).all(), f"read {index} is not its own"
 
     def kept_blobs(self, num_slots: int) -> KeptBlobs:
-        memory = self.device.allocate(num_slots * self.ring.slot_bytes)
-        slots = Tensor.over(memory, (num_slots, self.ring.slot_bytes), np.uint8)
-        return KeptBlobs(self.ring, slots, self.case.blob_bytes, self.case.resident.shape[1])
+        """So many, behind the ring."""
+        slots = self._slots.rows(0, self.ring.num_slots + num_slots)
+        return KeptBlobs(self.reads, slots, self.case.blob_bytes, self.case.resident.shape[1])
+
+    @contextmanager
+    def shorter_ring(self, num_slots: int) -> Iterator[None]:
+        """Inside, the ring is of the first slots alone."""
+        whole = self.ring
+        slots = self._slots.rows(0, num_slots)
+        self.ring = Ring(self.device, slots, self.copies, self.reads)
+        try:
+            yield
+        finally:
+            self.ring.drain()
+            self.reads.synchronize()
+            self.ring.close()
+            self.ring = whole
 
     def read_kept(self, kept: KeptBlobs, layer: int, expert: int) -> NDArray[np.uint8]:
         """A host copy of a kept blob."""
-        slots, nbytes = kept._slots, self.case.blob_bytes[layer]
+        slots, nbytes = kept.slots, self.case.blob_bytes[layer]
         offset = int(kept.addresses[layer, expert]) - slots.buffer.address
         return download(self.device, self.reads, Tensor(slots.buffer, offset, (nbytes,), U8))
 

@@ -21,7 +21,7 @@ from strata_cli.engine.experts.streaming import (
 )
 from strata_cli.errors import ConfigError, DeviceError, ShapeError, StateError
 from tests.experts.cases import FIXED
-from tests.experts.lab import Lab, large_case
+from tests.experts.lab import MORE_SLOTS, Lab, large_case
 from tests.experts.simulator import Case
 
 WATCHDOG_S = 20.0
@@ -108,7 +108,9 @@ def test_neighbouring_blobs_are_one_copy(lab: Lab) -> None:
 
 def test_kept_blobs_are_resident_for_the_next_chunk(lab: Lab) -> None:
     kept = lab.kept_blobs(num_slots=13)  # 2 for each of 6 layers, 3 for the last
+    kept.begin(lab.ring.num_slots)
     before = lab.stream_chunk(lab.case, OPTIONS, kept)
+    kept.begin(lab.ring.num_slots)
     assert kept.is_kept.sum(axis=1).tolist() == [2, 2, 2, 2, 2, 3]
     assert not (kept.is_kept & ~(lab.case.routed & ~lab.case.resident)).any()
     for layer, expert in np.argwhere(kept.is_kept).tolist():
@@ -117,7 +119,38 @@ def test_kept_blobs_are_resident_for_the_next_chunk(lab: Lab) -> None:
     again = replace(lab.case, resident=lab.case.resident | kept.is_kept)
     after = lab.stream_chunk(again, OPTIONS, kept)
     assert after.copied + after.skipped == before.copied + before.skipped - 13
+    kept.begin(lab.ring.num_slots)
     assert kept.is_kept.sum() == 13
+
+
+def test_what_a_ring_holds_in_the_end_is_kept_for_a_shorter_one(lab: Lab) -> None:
+    kept = lab.kept_blobs(num_slots=0)
+    kept.begin(lab.ring.num_slots)
+    lab.stream_chunk(lab.case, OPTIONS, kept)
+    kept.begin(4)
+    assert 0 < kept.is_kept.sum() <= lab.ring.num_slots - 4
+    assert not (kept.is_kept & ~(lab.case.routed & ~lab.case.resident)).any()
+    for layer, expert in np.argwhere(kept.is_kept).tolist():
+        blob = lab.read_kept(kept, layer, expert)
+        assert (blob == lab.layers[layer].numpy()[expert]).all()
+    kept.begin(lab.ring.num_slots)
+    assert not kept.is_kept.any()
+
+
+@pytest.mark.parametrize("num_slots", [1, 5, MORE_SLOTS])
+def test_what_is_kept_follows_what_tokens_want(lab: Lab, num_slots: int) -> None:
+    """Chunk after chunk its bytes are those of the experts that it is said to be."""
+    kept = lab.kept_blobs(num_slots)
+    for seed in range(8):
+        kept.begin(lab.ring.num_slots - seed % 2 * 5)
+        before, routed = kept.is_kept, large_case(seed=seed % 3).routed
+        case = replace(lab.case, routed=routed, resident=lab.case.resident | before)
+        with lab.shorter_ring(lab.ring.num_slots - seed % 2 * 5):
+            lab.stream_chunk(case, OPTIONS, kept)
+        assert kept.is_kept.sum() <= lab.ring.num_slots + num_slots
+        for layer, expert in np.argwhere(kept.is_kept).tolist():
+            blob = lab.read_kept(kept, layer, expert)
+            assert (blob == lab.layers[layer].numpy()[expert]).all()
 
 
 def test_the_most_used_are_kept_and_of_equals_the_lower_id() -> None:

@@ -49,7 +49,7 @@ class StreamRules:
         foresees: what is likely in a layer is what its router makes of what the layer before
             reads; in chunks that are not long, see LONG_CHUNK_TOKENS, where anything is skipped.
             Nothing else is copied ahead of its routing in chunks that are short, see RingRules.
-        kept_slots: for a prompt's most used experts, between its chunks.
+        kept_slots: lent to a prompt of several chunks for its most used experts, beside its ring.
         short_tokens: chunks of at most so many, and steps, read experts where they are, over the
             link; only those that are not in page-locked memory come through a small ring.
         cpu_share: of the experts of a short chunk that are not resident, those that the host's
@@ -209,7 +209,7 @@ class PromptStream:
         rules: see StreamRules.
         tables: for the chunks.
         history: of the engine.
-        slots: uint8 [n, slot_bytes]; None: every chunk finds its experts where they are.
+        kept: slots, and what is kept in them; None: every chunk finds its experts where they are.
         ring_slots: of those that are the ring of long chunks; blobs are kept in the others.
         cancellation: ends the waits of chunks.
         share: takes experts to the host's processor; None: nobody does.
@@ -221,7 +221,7 @@ class PromptStream:
         rules: StreamRules,
         tables: StreamTables,
         history: History,
-        slots: Tensor | None,
+        kept: KeptBlobs | None,
         ring_slots: int,
         cancellation: Cancellation = NEVER,
         share: HostShare | None = None,
@@ -231,17 +231,16 @@ class PromptStream:
         self._rules = rules
         self._tables = tables
         self._history = history
-        self._slots = slots
+        self._kept = kept
         self._ring_slots = ring_slots
         self._cancellation = cancellation
         self._share = share
         self._current_slots = 0
-        self._kept: KeptBlobs | None = None
 
     def ring_slots(self, num_tokens: int) -> int:
         """Slots of the ring of a chunk; 0: it needs none."""
         is_short = num_tokens <= self._rules.short_tokens
-        if self._slots is None or (is_short and self._setting.store.is_all_in_place):
+        if self._kept is None or (is_short and self._setting.store.is_all_in_place):
             return 0
         if self._rules.selects(num_tokens, self._share):
             most = self._rules.ring.slots or SELECTED_RING_SLOTS
@@ -260,18 +259,17 @@ class PromptStream:
             Cancelled: while the chunk's experts were waited for.
         """
         num_slots = self.ring_slots(num_tokens)
-        if not num_slots:
+        kept = self._kept
+        if kept is None or not num_slots:
             yield None
             return
-        store, ring = self._setting.store, self._ring(num_slots)
-        kept = self._keep(ring)
-        resident, addresses = store.cache.is_resident, store.cache.addresses
+        store, ring = self._setting.store, self._ring(kept.slots.rows(0, num_slots))
+        kept.begin(num_slots)
+        resident = store.cache.is_resident | kept.is_kept
+        addresses = np.where(kept.is_kept, kept.addresses, store.cache.addresses)
         is_short = num_tokens <= self._rules.short_tokens
         if is_short:
             resident = resident | store.is_pinned
-        if self._kept is not None:
-            resident = resident | self._kept.is_kept
-            addresses = np.where(self._kept.is_kept, self._kept.addresses, addresses)
         ranking, outlook = self._expected(num_tokens, resident, ring)
         stream = ChunkStream(ranking, ring, store.blobs, self._rules.stream, kept, outlook)
         with store.staging(stream.entries), stream, self._cancellation.stopping(stream.stop):
@@ -279,6 +277,7 @@ class PromptStream:
             leaning = self._history.leaning if stream.foresees else None
             yield StreamFeed(self._tables, stream, ranking, addresses, ring.shape, share, leaning)
             stream.finish()
+        kept.leave(stream.entries, stream.use)
         self._history.add(stream, num_tokens, is_typical=not is_short)
 
     def _expected(
@@ -306,22 +305,9 @@ class PromptStream:
         share.begin_chunk()
         return share
 
-    def _ring(self, num_slots: int) -> Ring:
+    def _ring(self, slots: Tensor) -> Ring:
         """The ring over the first slots. Its copies wait for those who read them so far."""
-        assert self._slots is not None
-        if num_slots != self._current_slots:
+        if slots.shape[0] != self._current_slots:
             self._rings.fence()
-            self._current_slots = num_slots
-        return self._rings.over(self._slots.rows(0, num_slots))
-
-    def _keep(self, ring: Ring) -> KeptBlobs | None:
-        """Where blobs of the prompt's long chunks are kept, if there is room."""
-        assert self._slots is not None
-        if ring.num_slots != self._ring_slots or ring.num_slots == self._slots.shape[0]:
-            return None
-        if self._kept is None:
-            store = self._setting.store
-            slots = self._slots.rows(ring.num_slots, self._slots.shape[0])
-            blob_bytes = [layout.nbytes for layout in store.layouts]
-            self._kept = KeptBlobs(ring, slots, blob_bytes, store.num_experts)
-        return self._kept
+            self._current_slots = slots.shape[0]
+        return self._rings.over(slots)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.device.arena import TAIL_BYTES
 from strata_cli.engine.device.base import Tensor
+from strata_cli.engine.experts.keeping import KeptBlobs
 from strata_cli.engine.experts.sizing import RingNeeds, ring_slots
 from strata_cli.engine.experts.streaming import SMALL_RING_SLOTS, StreamCounts
 from strata_cli.engine.prefill.feed import StreamTables
@@ -60,6 +61,7 @@ class PromptStreamer:
         self._rules = rules
         self._history = History(scores)
         self._lent: Tensor | None = None
+        self._kept: KeptBlobs | None = None
         store = setting.store
         with ExitStack() as resources:
             tables = StreamTables(setting.device, setting.reads, store.layouts, store.num_experts)
@@ -157,13 +159,13 @@ class PromptStreamer:
         num_slots = self.ring_slots(min(num_tokens, chunk_tokens))
         num_kept = self._rules.kept_slots if num_tokens > chunk_tokens else 0
         with self._giving_back_on_error():
-            slots = self._borrow(num_slots, num_kept) if num_slots else None
+            kept = self._keep(self._borrow(num_slots, num_kept)) if num_slots else None
             yield PromptStream(
                 self._rings,
                 self._rules,
                 self._tables,
                 self._history,
-                slots,
+                kept,
                 num_slots,
                 cancellation,
                 self._share,
@@ -210,17 +212,25 @@ class PromptStreamer:
         self.close()
 
     def _borrow(self, num_slots: int, num_kept: int) -> Tensor:
-        """Slots for a ring and, behind them, for what is kept, as far as there are any."""
+        """At least so many slots for a ring and, as far as there are any, for what is kept."""
         cache, slot_bytes = self.setting.store.cache, self.setting.store.slot_bytes
         count = num_slots + num_kept
         if self._own is not None and num_slots <= self._own.shape[0]:
-            return self._own.rows(0, min(count, self._own.shape[0]))
+            return self._own
         count = min(count, cache.num_slots - cache.least_slots)
         if self._lent is None or self._lent.shape[0] < count:
             self._mend()
             loan = cache.lend(count * slot_bytes)
             self._lent = loan.memory.reshape(count, slot_bytes)
-        return self._lent.rows(0, count)
+        return self._lent
+
+    def _keep(self, slots: Tensor) -> KeptBlobs:
+        """What is kept in these slots; what was in others no longer is."""
+        if self._kept is None or self._kept.slots is not slots:
+            setting, store = self.setting, self.setting.store
+            blob_bytes = [layout.nbytes for layout in store.layouts]
+            self._kept = KeptBlobs(setting.reads, slots, blob_bytes, store.num_experts)
+        return self._kept
 
     @contextmanager
     def _giving_back_on_error(self) -> Iterator[None]:
@@ -228,8 +238,10 @@ class PromptStreamer:
         try:
             yield
         except StallError:
+            self._kept = None
             raise
         except BaseException:
+            self._kept = None
             try:
                 self._mend()
             except StrataError as error:  # the first one says more
@@ -238,7 +250,8 @@ class PromptStreamer:
 
     def _mend(self) -> None:
         """Fill what was lent, also to a prompt whose end was interrupted."""
-        self._lent = None
+        if self._lent is not None:
+            self._lent = self._kept = None
         cache = self.setting.store.cache
         if cache.loan is not None:
             cache.take_back(cache.loan)
