@@ -59,23 +59,32 @@ struct Finder {
 };
 
 #if BULK
-constexpr int STAGES = 8, CLAIM = 2;  // spans: on their way; that a thread claims at a time
+constexpr int MOST_STAGES = 16, CLAIM = 2;  // spans: on their way; that a thread claims at a time
 
-// One thread's ring of stages, SPAN bytes of shared memory each.
+// What a block keeps of its ring beside the stages.
+struct Held {
+    unsigned long long gates[MOST_STAGES];
+    Piece pieces[MOST_STAGES];
+};
+
+// One thread's ring of stages, SPAN bytes of shared memory each, at least two.
 struct Ring {
     unsigned char *stages;
     unsigned long long *gates;
-    Piece *held;        // of each stage
+    Piece *pieces;
+    int count;
     unsigned parities;  // of the gates
 
     __device__ void open() {
         parities = 0;
-        for (int stage = 0; stage < STAGES; stage++) open_gate(gates + stage, 1);
+        for (int stage = 0; stage < count; stage++) open_gate(gates + stage, 1);
         publish_gates();
     }
 
+    __device__ int after(int stage) const { return stage + 1 < count ? stage + 1 : 0; }
+
     __device__ void load(int stage, const Piece &piece) {
-        held[stage] = piece;
+        pieces[stage] = piece;
         arrive_expecting(gates + stage, piece.bytes);
         if (piece.bytes)
             copy_bulk(stages + stage * SPAN, reinterpret_cast<const void *>(piece.source),
@@ -86,7 +95,7 @@ struct Ring {
         pass_gate(gates + stage, parities >> stage & 1);
         parities ^= 1u << stage;
         fence_async_copies();
-        const Piece piece = held[stage];
+        const Piece piece = pieces[stage];
         if (piece.bytes)
             store_bulk(reinterpret_cast<void *>(piece.place), stages + stage * SPAN, piece.bytes);
         end_stores();
@@ -122,16 +131,21 @@ struct Claims {
 __device__ inline void carry(Ring &ring, Claims &claims, Blobs &blobs, long long bytes) {
     const unsigned total = blobs.total();
     Finder finder = {blobs, 0};
-    unsigned work = claims.take(), loaded = 0;
+    unsigned work = claims.take();
+    int loaded = 0, stored = 0, full = 0;  // the next stages of either kind; how many are loaded
     auto load = [&] {
-        ring.load(loaded++ % STAGES, finder.find(static_cast<int>(work), bytes));
+        ring.load(loaded, finder.find(static_cast<int>(work), bytes));
         blobs.carried[finder.slot]++;
+        loaded = ring.after(loaded);
+        full++;
         work = claims.take();
     };
-    while (loaded < STAGES && work < total) load();
-    for (unsigned stored = 0; stored < loaded; stored++) {
-        ring.store(stored % STAGES);
-        if (stored == 0 || work >= total) continue;
+    while (full < ring.count && work < total) load();
+    for (bool is_first = true; full; is_first = false) {
+        ring.store(stored);
+        stored = ring.after(stored);
+        full--;
+        if (is_first || work >= total) continue;
         await_reads_but_last();  // so that the stage before is free
         load();
     }

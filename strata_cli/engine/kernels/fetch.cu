@@ -167,13 +167,13 @@ __device__ inline void list_blobs(Blobs &blobs, Looked &looked, const long long 
 
 // ahead, and ahead_slots [num_ahead, stride]: what was brought ahead for this routing; next: what
 // is to be for the next one, which is told how far this one is
-//   shared STAGES * SPAN bytes where the copy engine copies: then one thread of a block does
+//   shared stages * SPAN bytes where the copy engine copies: then one thread of a block does
 extern "C" __global__ void __launch_bounds__(THREADS)
     fetch_blobs(const long long *addresses, const int *expert_start, long long first_cached,
                 long long end_cached, unsigned char *slots, long long *staged, Ahead *ahead,
                 const unsigned char *ahead_slots, Ahead *next, Turn *turn, long long num_ahead,
-                long long has_next, long long bytes, long long experts, long long num_slots,
-                long long stride) {
+                long long has_next, long long bytes, long long num_stages, long long experts,
+                long long num_slots, long long stride) {
     __shared__ Blobs blobs;
     __shared__ Ahead own;
     let_next_start();
@@ -182,9 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) own.count = 0;
 #if BULK
     extern __shared__ __align__(128) unsigned char stages[];
-    __shared__ unsigned long long gates[STAGES];
-    __shared__ Piece held[STAGES];
-    Ring ring = {stages, gates, held};
+    __shared__ Held held;
+    Ring ring = {stages, held.gates, held.pieces, static_cast<int>(num_stages)};
     if (threadIdx.x == 0) ring.open();
     wait_for_launches_ahead();
     if (has_next && blockIdx.x == 0 && threadIdx.x == 32) tell(&next->go, LIST);
@@ -349,25 +348,24 @@ __device__ inline void await_slots(Ahead *ahead, int spans) {
 // bring_layers: what bring_ahead does, for all layers but the first, one after the other, beside
 // the whole pass: a layer's begin when the one before has fetched what it fetches
 //   foreseen [L,room,E], errors [L,E] f32, addresses [L,E], blob_bytes [L] -> slots [2, S, stride],
-//   states [L]; block 32, shared 12 * E + STAGES * SPAN bytes
+//   states [L]; block 32, shared 12 * E or stages * SPAN bytes, whichever is more
 //   One thread of a block copies: four such blocks reach what the link gives, and take no place
 //   that others need.
 extern "C" __global__ void bring_layers(const float *foreseen, const float *errors,
                                         const long long *addresses, const long long *blob_bytes,
                                         long long first_cached, long long end_cached,
                                         unsigned char *slots, Ahead *states, long long num_likely,
-                                        long long patience_ns, long long layers, long long room,
-                                        long long tokens, long long experts, long long num_slots,
-                                        long long stride) {
+                                        long long patience_ns, long long num_stages,
+                                        long long layers, long long room, long long tokens,
+                                        long long experts, long long num_slots, long long stride) {
 #if BULK
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ Blobs blobs;
     __shared__ Ahead own;
-    __shared__ unsigned long long gates[STAGES];
-    __shared__ Piece held[STAGES];
-    long long *sources = reinterpret_cast<long long *>(stages + STAGES * SPAN);
+    __shared__ Held held;
+    long long *sources = reinterpret_cast<long long *>(stages);  // between one layer's and the next
     int *keys = reinterpret_cast<int *>(sources + experts);
-    Ring ring = {stages, gates, held};
+    Ring ring = {stages, held.gates, held.pieces, static_cast<int>(num_stages)};
     if (threadIdx.x == 0) ring.open();
     __syncwarp();
     for (long long layer = 1; layer < layers; layer++) {
@@ -379,6 +377,7 @@ extern "C" __global__ void bring_layers(const float *foreseen, const float *erro
         rate_experts(keys, sources, foreseen + layer * room * experts, errors + layer * experts,
                      addresses + layer * experts, first_cached, end_cached, tokens, experts);
         list_ahead(own, blobs, keys, sources, experts, num_likely, num_slots);
+        fence_async_copies();  // stages lie where that was
         if (threadIdx.x < own.count) ahead->experts[threadIdx.x] = own.experts[threadIdx.x];
         if (threadIdx.x == 0) ahead->count = own.count;
         __threadfence();

@@ -23,7 +23,7 @@ BLOCKS, THREADS = 132, 512  # that keep enough of the link's lines under way
 # these does. They leave products that are launched early their place, and start at once.
 CARRY_CAPABILITY = (9, 0)
 CARRY_BLOCKS, CARRY_THREADS = 16, 256
-CARRY_BYTES = 32 << 10
+CARRY_STAGES = 8  # of a block, that hold a span each
 PROGRESS_WORDS = 2
 LINE_BYTES = 128  # that a link carries together
 SPAN_BYTES = 4096  # of a blob, that a warp copies at a time
@@ -34,6 +34,7 @@ BRING_BLOCKS, BRING_THREADS = 16, 128
 BRING_SHARED_BYTES = 20 << 10
 MOST_AHEAD = 16  # blobs
 LAYERS_BLOCKS, LAYERS_THREADS = 12, 32  # one launch brings for all layers, where those carry
+LAYERS_STAGES = 8
 PATIENCE_NS = 100_000_000  # for a layer; a device may run that launch before what it waits for
 LEARNT = 0.3  # of what was foreseen wrongly, by the next token; from 0.1 on it is the same
 LEARN_THREADS = 256
@@ -116,12 +117,12 @@ def fetch_blobs(
         items=1,
         grid=(CARRY_BLOCKS if carries else BLOCKS, 1, 1),
         block=(CARRY_THREADS if carries else THREADS, 1, 1),
-        shared_bytes=CARRY_BYTES if carries else 0,
+        shared_bytes=CARRY_STAGES * SPAN_BYTES if carries else 0,
         extents=(num_experts, num_slots, stride),
         early=True,
     )
     tensors = slots, staged, state, ahead_slots, following, progress
-    numbers = num_ahead, int(next_state is not None), blob_bytes
+    numbers = num_ahead, int(next_state is not None), blob_bytes, CARRY_STAGES
     stream.launch(FETCH_BLOBS, launch, addresses, expert_start, *cached, *tensors, *numbers)
 
 
@@ -235,11 +236,11 @@ def bring_layers(
         items=1,
         grid=(LAYERS_BLOCKS, 1, 1),
         block=(LAYERS_THREADS, 1, 1),
-        shared_bytes=12 * num_experts + CARRY_BYTES,
+        shared_bytes=max(12 * num_experts, LAYERS_STAGES * SPAN_BYTES),
         extents=(num_layers, room, num_tokens, num_experts, num_slots, stride),
     )
     tables = (foreseen, errors, addresses, ahead.blob_bytes, *cached, ahead.slots, ahead.states)
-    stream.launch(BRING_LAYERS, launch, *tables, num_likely, PATIENCE_NS)
+    stream.launch(BRING_LAYERS, launch, *tables, num_likely, PATIENCE_NS, LAYERS_STAGES)
 
 
 def learn_errors(
@@ -315,6 +316,7 @@ def _fetch_blobs(
     num_ahead: int,
     has_next: int,  # noqa: ARG001  likewise
     blob_bytes: int,
+    num_stages: int,  # noqa: ARG001  likewise
 ) -> None:
     if begin == end:
         return
