@@ -20,8 +20,8 @@ from strata_cli.commands.launch_report import checks_as_text, plan_as_json, plan
 from strata_cli.config import StrataConfig, field_names
 from strata_cli.engine.device.gpu_survey import survey_gpus
 from strata_cli.engine.engine import Engine
+from strata_cli.engine.from_settings import engine_options
 from strata_cli.engine.model.tensors import load_model_file
-from strata_cli.engine.options import engine_options
 from strata_cli.launch.checking import check_machine
 from strata_cli.launch.fits import FileFacts
 from strata_cli.launch.machine import Machine

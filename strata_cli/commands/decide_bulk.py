@@ -30,7 +30,7 @@ from strata_cli.decisions.questions import Question
 from strata_cli.decisions.ray_job import RayJob, answer_on_ray, import_ray
 from strata_cli.decisions.rules import DecisionRules
 from strata_cli.engine.engine import Engine
-from strata_cli.engine.options import engine_options
+from strata_cli.engine.from_settings import engine_options
 from strata_cli.errors import ConfigError, InputError, path_text
 from strata_cli.parsers import choice, file_path, whole_number
 

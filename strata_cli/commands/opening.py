@@ -17,8 +17,8 @@ from strata_cli.config import StrataConfig, flag_of
 from strata_cli.engine.decode.sampling import Sampler
 from strata_cli.engine.effects import check_effects
 from strata_cli.engine.engine import Engine
+from strata_cli.engine.from_settings import engine_options
 from strata_cli.engine.model.shards import files_of_model
-from strata_cli.engine.options import engine_options
 from strata_cli.engine.trace import STDERR, Sink, Trace, open_trace
 from strata_cli.errors import ConfigError
 from strata_cli.models import DEMO_MODEL_PATH

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from strata_cli.engine.device.host import HostDevice
 from strata_cli.engine.device.paper import DescribedGpu, PaperDevice
-from strata_cli.engine.engine import EngineOptions, context_of, wishes_of
 from strata_cli.engine.forward.planning import Plan, plan_model
 from strata_cli.engine.model.tensors import ModelFile
+from strata_cli.engine.options import EngineOptions, context_of, wishes_of
 
 
 def fit_on_paper(model: ModelFile, options: EngineOptions, gpu: DescribedGpu | None) -> Plan:

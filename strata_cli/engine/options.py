@@ -1,83 +1,127 @@
-"""From settings to what shapes an engine: the same for every command and for the server."""
+"""What shapes an engine: the options that it is opened with, and what they wish of a device."""
 
 from __future__ import annotations
 
-from strata_cli.config import StrataConfig
-from strata_cli.engine.engine import EngineOptions
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from strata_cli.engine.device import RESERVE_BYTES
 from strata_cli.engine.experts.adapting import AdaptRules
-from strata_cli.engine.experts.sizing import RING_BYTES, RingRules
+from strata_cli.engine.experts.cache import LEAST_SLOTS
+from strata_cli.engine.experts.placing import ExpertHome
 from strata_cli.engine.experts.stager import StagerSize
-from strata_cli.engine.experts.streaming import StreamOptions
+from strata_cli.engine.experts.store import DEFAULT_STAGER
+from strata_cli.engine.forward.caching import CacheWishes
+from strata_cli.engine.forward.planning import DEFAULT_HOMES, Homes, Wishes
+from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.engine.prefill.prompt_stream import StreamRules
 from strata_cli.engine.trace import NO_TRACE, Trace
-from strata_cli.models import DEMO_MODEL_PATH
+from strata_cli.errors import InputError
+
+DEFAULT_STREAMING = StreamRules()
+DEFAULT_ADAPT = AdaptRules()
+SAVE_EVERY_S = 600.0
+AUTO_CONTEXT_TOKENS = 32_768
 
 
-def engine_options(
-    config: StrataConfig,
-    *,
-    will_chat: bool = False,
-    num_sequences: int = 1,
-    trace: Trace = NO_TRACE,
-) -> EngineOptions:
-    """What the settings say of an engine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What shapes an engine.
 
-    Args:
-        config: the settings; without a model they mean the embedded one.
-        will_chat: prompts go through the chat template.
-        num_sequences: that will be there at once.
+    Attributes:
+        model: GGUF file, or any of its shards.
+        device: "auto", "host" or "cuda:N".
+        threads: host threads that compute, 0 = every core this process may use.
+        max_context: tokens a sequence may hold, 0 = the model's own, at most 32,768.
+        num_sequences: that will be there at once: memory is kept for so many.
+        prefill: prompt chunk in tokens, 0 = 512, on a GPU up to 4,096 where memory allows.
+        vram_bytes: hard cap on device memory of a GPU, 0 = what is free, less the reserve.
+        vram_reserve_bytes: what is then left to others.
+        homes: where experts and the n-gram table are wanted.
+        expert_cache: experts that are held in slots of device memory, where not all are; None: as
+            many as fit. A number makes a cache also where all would fit, and on the host.
+        least_slots: of those that no prompt may borrow.
+        fetch_slots: of device memory for experts that a step misses: copied there whole, before
+            its products read them; 0: those read over the link; None: some, on a GPU.
+        ahead_slots: for experts that the next layer of a step will probably miss, which come while
+            the link has nothing else to do, at most 16; 0: nothing comes ahead of its routing;
+            None: some, where a step fetches any.
+        pinned_bytes: most bytes of experts that are copied into page-locked host memory where not
+            all are on the device; the others are read from the file whenever they are needed, and
+            stay in the system's page cache as far as it has room. None: all are copied.
+        stager: of those others.
+        expert_profile: file that says which experts are used most, measured and made if it is not
+            there; None: on a GPU one that is kept for each model, on the host nothing is known.
+        profile_save: file for the profile with what this run adds to it; None: it is not kept.
+        profile_save_every_s: seconds between two saves, 0: only when the engine is closed.
+        adapt: when cached experts change places between device and host memory, as steps need.
+        tail_skip: rank, from 0, from which on steps leave out experts that are not in the cache,
+            unless they are canonical; 0: they leave out none.
+        link_share: share, 0..1, of the others that the device reads over its link; threads of the
+            host compute the rest, unless steps are canonical. None: so that both end together.
+        pool_threads: that do so; 0: automatic.
+        streaming: how prompts come by the other experts.
+        will_chat: start the chat template's process now, so that the first chat need not wait.
+        compile_ahead: on a first start on the host, compile all kernels before the first read.
         trace: told of what the engine does.
+        prefill_dump_r: file for the residuals of every 64th prompt position; None: nowhere.
     """
-    return EngineOptions(
-        model=config.model or DEMO_MODEL_PATH,
-        device=config.device,
-        threads=config.threads,
-        vram_bytes=config.vram_bytes,
-        vram_reserve_bytes=config.vram_reserve_mib << 20,
-        max_context=config.max_context,
-        num_sequences=num_sequences,
-        prefill=config.prefill,
-        expert_cache=config.expert_cache,
-        pinned_bytes=_pinned_bytes(config),
-        stager=StagerSize(config.stager_ring, config.stager_threads),
-        expert_profile=config.expert_profile,
-        profile_save=config.expert_profile_save,
-        profile_save_every_s=60 * config.expert_profile_save_every,
-        ahead_slots=config.lookahead,
-        tail_skip=config.route_tail_skip,
-        link_share=config.pcie_frac,
-        pool_threads=config.pool_workers,
-        adapt=AdaptRules(config.adapt_every, config.adapt_swaps, config.adapt_decay),
-        streaming=_streaming(config),
-        will_chat=will_chat,
-        trace=trace,
-        prefill_dump_r=config.prefill_dump_r,
+
+    model: Path
+    device: str = "auto"
+    threads: int = 0
+    max_context: int = 0
+    num_sequences: int = 1
+    prefill: int = 0
+    vram_bytes: int = 0
+    vram_reserve_bytes: int = RESERVE_BYTES
+    homes: Homes = DEFAULT_HOMES
+    expert_cache: int | None = None
+    least_slots: int = LEAST_SLOTS
+    fetch_slots: int | None = None
+    ahead_slots: int | None = None
+    pinned_bytes: int | None = None
+    stager: StagerSize = DEFAULT_STAGER
+    expert_profile: Path | None = None
+    profile_save: Path | None = None
+    profile_save_every_s: float = SAVE_EVERY_S
+    adapt: AdaptRules = DEFAULT_ADAPT
+    tail_skip: int = 0
+    link_share: float | None = 1.0
+    pool_threads: int = 0
+    streaming: StreamRules = DEFAULT_STREAMING
+    will_chat: bool = False
+    compile_ahead: bool = True
+    trace: Trace = NO_TRACE
+    prefill_dump_r: Path | None = None
+
+
+def wishes_of(options: EngineOptions, context_tokens: int) -> Wishes:
+    """What a model is loaded for, with a context of so many tokens."""
+    homes = options.homes
+    if options.expert_cache is not None and homes.experts is ExpertHome.AUTO:
+        homes = replace(homes, experts=ExpertHome.CACHED)
+    cache = CacheWishes(
+        num_slots=options.expert_cache,
+        least_slots=options.least_slots,
+        kept_slots=options.streaming.kept_slots,
+        pinned_bytes=options.pinned_bytes,
+        ring=options.streaming.ring,
+        fetch_slots=options.fetch_slots,
+        ahead_slots=options.ahead_slots,
     )
+    return Wishes(context_tokens, options.prefill, homes, cache, options.num_sequences)
 
 
-def _pinned_bytes(config: StrataConfig) -> int | None:
-    if config.mmap_experts:
-        return 0
-    return None if config.arena_pin_gib is None else int(config.arena_pin_gib * 2**30)
+def context_of(spec: ModelSpec, wanted: int) -> int:
+    """Tokens of a context: as wanted, 0 = automatic.
 
-
-def _streaming(config: StrataConfig) -> StreamRules:
-    return StreamRules(
-        ring=RingRules(
-            stream_min=config.prefill_stream_min,
-            slots=config.prefill_ring,
-            budget_bytes=RING_BYTES if config.ring_bytes else 0,
-        ),
-        stream=StreamOptions(
-            skips_unrouted=config.prefill_routed_stream is not False,
-            depth=config.prefill_routed_stream_depth,
-            ahead=config.prefill_routed_stream_ahead,
-            has_thread=config.prefill_issuer,
-            watchdog_s=config.watchdog_s,
-        ),
-        is_likely=config.prefill_order != "id",
-        foresees=config.prefill_order == "foreseen",
-        kept_slots=config.prefill_keep,
-        cpu_share=config.prefill_cpu_share,
-        cpu_threads=config.threads,
-    )
+    Raises:
+        InputError: that is more than the model has.
+    """
+    if wanted > spec.context_tokens:
+        raise InputError(
+            f"--max-context {wanted} is more than the model's {spec.context_tokens} tokens",
+            hint=f"at most --max-context {spec.context_tokens}",
+        )
+    return wanted or min(spec.context_tokens, AUTO_CONTEXT_TOKENS)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from strata_cli.engine.device.gpu_survey import GpuFacts
 from strata_cli.engine.device.paper import DescribedGpu
 from strata_cli.engine.device.sizes import gib
-from strata_cli.engine.engine import AUTO_CONTEXT_TOKENS
+from strata_cli.engine.options import AUTO_CONTEXT_TOKENS
 from strata_cli.errors import OutOfMemory
 from strata_cli.launch.fits import Fit, FitWishes, ModelFacts
 

@@ -159,7 +159,7 @@ class EngineWorker:
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         # Not at the top of the file: who listens and beats must be there before what takes long.
         from strata_cli.engine.engine import Engine
-        from strata_cli.engine.options import engine_options
+        from strata_cli.engine.from_settings import engine_options
         from strata_cli.engine.prompt_cache import CacheRules
         from strata_cli.engine.trace import open_trace
         from strata_cli.server.grammar import Grammars

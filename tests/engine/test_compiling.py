@@ -15,8 +15,9 @@ import pytest
 
 from strata_cli.engine import compiling
 from strata_cli.engine.device.host_compiling import CompilingStream
-from strata_cli.engine.engine import COLD_NOTICE, Engine, EngineOptions
+from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.kernels import jit
+from strata_cli.engine.opening import COLD_NOTICE
 from strata_cli.models import DEMO_MODEL_PATH
 
 OPTIONS = EngineOptions(model=DEMO_MODEL_PATH, device="host", prefill=8)

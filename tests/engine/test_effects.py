@@ -16,7 +16,7 @@ from strata_cli.engine.engine import Engine
 from strata_cli.engine.forward.caching import CachePlan, CacheShape
 from strata_cli.engine.forward.outline import Sizes
 from strata_cli.engine.forward.places import Places
-from strata_cli.engine.options import engine_options
+from strata_cli.engine.from_settings import engine_options
 from strata_cli.errors import ConfigError
 
 EXPERT_BYTES, NUM_EXPERTS = 100, 48

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from strata_cli.engine import engine as engine_module
+from strata_cli.engine import opening
 from strata_cli.engine.device import filling
 from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
 from strata_cli.engine.device.nvrtc import Compiler
@@ -53,7 +53,7 @@ def paper() -> Iterator[Paper]:
     with pytest.MonkeyPatch.context() as patch:
         device = CudaDevice(hopper(driver), CudaOptions())
         patch.setattr(filling, "PIECE_BYTES", PIECE_BYTES)
-        patch.setattr(engine_module, "open_device", lambda *_, **__: device)
+        patch.setattr(opening, "open_device", lambda *_, **__: device)
         with Engine.open(options) as engine:
             yield Paper(engine, driver)
     assert not driver.allocated

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strata_cli.engine import engine as engine_module
+from strata_cli.engine import opening
 from strata_cli.engine.device.base import Kernel, KernelArgument, Launch, Tensor
 from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
 from strata_cli.engine.device.cuda_stream import CudaStream
@@ -30,7 +30,7 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     except ConfigError as error:
         pytest.skip(error.message)
     device = CudaDevice(hopper(CubinDriver()), CudaOptions())
-    monkeypatch.setattr(engine_module, "open_device", lambda *_, **__: device)
+    monkeypatch.setattr(opening, "open_device", lambda *_, **__: device)
     with open_engine(model, device="cuda:0", prefill=70) as opened:
         yield opened
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from strata_cli.engine import engine as engine_module
-from strata_cli.engine import profiling
+from strata_cli.engine import opening, profiling
 from strata_cli.engine.device.cache_folder import CacheFolder
 from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
 from strata_cli.engine.device.nvrtc import Compiler
@@ -55,7 +54,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CubinDriver]:
 
     driver = CubinDriver()
     device = CudaDevice(hopper(driver), CudaOptions())
-    monkeypatch.setattr(engine_module, "open_device", lambda *_, **__: device)
+    monkeypatch.setattr(opening, "open_device", lambda *_, **__: device)
     monkeypatch.setattr(profiling, "open_cache", lambda *_: CacheFolder(None, "a test"))
     yield driver
     assert not driver.allocated

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strata_cli.engine import engine as engine_module
-from strata_cli.engine import profiling
+from strata_cli.engine import opening, profiling
 from strata_cli.engine.device.base import Device, Kernel, MemoryInfo
 from strata_cli.engine.device.cache_folder import CacheFolder
 from strata_cli.engine.device.host import HostDevice
@@ -123,7 +122,7 @@ def needs_of(path: Path, device: Device, placement: Placement = DEFAULT_PLACEMEN
 def opened_on(
     monkeypatch: pytest.MonkeyPatch, path: Path, device: OwnMemory, **more: Any
 ) -> Iterator[Engine]:
-    monkeypatch.setattr(engine_module, "open_device", lambda *_, **__: device)
+    monkeypatch.setattr(opening, "open_device", lambda *_, **__: device)
     options = EngineOptions(
         model=path, prefill=SIZES.chunk_tokens, max_context=SIZES.context_tokens
     )
