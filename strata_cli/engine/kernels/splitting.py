@@ -53,8 +53,9 @@ def split_pairs(
     """Give each pair of a token and an expert its place among those sorted by who computes them.
 
     A miss that every token ranks at ``least_dropped`` or later is left out. Of the other distinct
-    misses, in the order in which tokens and ranks first name them, the first ones go to the host's
-    processor and the last ones, as many as the share says, are read by the device.
+    misses, in the order in which tokens and ranks first name them, the first ones, as many as the
+    share says, are read by the device, and the last ones go to the host's processor. What ranks
+    first is what is foreseen best: much of it is on its way already.
 
     Args:
         stream: enqueues here.
@@ -193,13 +194,13 @@ def _split_pairs(
                     places[token, rank] = num_experts + 1
                 else:
                     misses += _place(ids, expert, num_experts, places)
-        left = misses - (misses * link_share[0] + SHARES // 2) // SHARES
+        left = (misses * link_share[0] + SHARES // 2) // SHARES
         for token in range(num_tokens):
             for rank in range(top_k):
                 expert = ids[token, rank]
                 if places[token, rank] == num_experts and _is_first(ids, token, rank):
                     left -= 1
-                    if left < 0:
+                    if left >= 0:
                         _place(ids, expert, expert, places)
 
 
@@ -248,8 +249,8 @@ def split_pairs_reference(
     misses = [expert for expert in best if not slots.first <= blobs[expert] < slots.end]
     kept = [expert for expert in misses if best[expert] < least_dropped]
     place_of |= {expert: num_experts + 1 for expert in misses if expert not in kept}
-    hosts = len(kept) - (len(kept) * link_share + SHARES // 2) // SHARES
-    place_of |= dict.fromkeys(kept[:hosts], num_experts)
+    by_device = (len(kept) * link_share + SHARES // 2) // SHARES
+    place_of |= dict.fromkeys(kept[by_device:], num_experts)
     return np.array([[place_of[expert] for expert in row] for row in ids.tolist()], I32)
 
 
