@@ -47,7 +47,8 @@ extern "C" __global__ void split_pairs(const int *ids, const long long *blobs,
             before += other < first ? counts_at[other] : 0;
             misses += counts_at[other];
         }
-        if (before >= (misses * link_share[0] + SHARES / 2) / SHARES) place = static_cast<int>(num_experts);
+        if (before >= (misses * link_share[0] + SHARES / 2) / SHARES)
+            place = static_cast<int>(num_experts);
     }
     places[pair] = place;
 }
