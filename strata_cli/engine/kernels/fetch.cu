@@ -223,7 +223,7 @@ __device__ inline void rate_experts(int *keys, long long *sources, const float *
                                     const float *errors, const long long *addresses,
                                     long long first_cached, long long end_cached, long long tokens,
                                     long long experts) {
-#pragma unroll 4
+#pragma unroll 8
     for (long long e = threadIdx.x; e < experts; e += blockDim.x) {
         const long long address = addresses[e];
         float largest = lowest();
@@ -370,6 +370,10 @@ extern "C" __global__ void bring_layers(const float *foreseen, const float *erro
     __syncwarp();
     for (long long layer = 1; layer < layers; layer++) {
         Ahead *ahead = states + layer;
+        for (long long e = 16 * threadIdx.x; e < experts; e += 16 * 32) {  // used a token ago
+            fetch_ahead(addresses + layer * experts + e);
+            fetch_ahead(errors + layer * experts + e);
+        }
         const bool goes_on = threadIdx.x || await_turn(ahead, LIST, patience_ns);
         if (!__shfl_sync(ALL_LANES, goes_on, 0)) return;
         const bool is_over = threadIdx.x == 0 && atomicAdd(&ahead->claimed, 0u) & ENDED;
