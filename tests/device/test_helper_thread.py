@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from types import FrameType
-from typing import Any
 
 import pytest
 
 from strata_cli.engine.device import helper_thread
 from strata_cli.engine.device.helper_thread import HelperThread
+from tests.device.interrupting import interrupted_at
 
 PATIENCE_S = 30.0
 FILES = (helper_thread.__file__, threading.__file__)
@@ -68,42 +65,22 @@ def test_one_that_could_not_be_started_does_not_live(monkeypatch: pytest.MonkeyP
     thread.join()
 
 
-@contextmanager
-def interrupted_at(line: int) -> Iterator[None]:
-    """Raises KeyboardInterrupt in front of a line, counted from 0, of what runs inside."""
-    lines = itertools.count()
-
-    def trace(frame: FrameType, event: str, _argument: object) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename not in FILES:
-            return None
-        if event == "line" and next(lines) == line:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
 @pytest.mark.parametrize("asks", [HelperThread.is_alive, partial(HelperThread.join, timeout=0.001)])
 def test_ctrl_c_in_whoever_asks_leaves_it_alive(
     asks: Callable[[HelperThread], object], may_end: threading.Event
 ) -> None:
-    """At any line. With threading.Thread itself it would count as ended behind some of them."""
+    """Anywhere. With threading.Thread itself it would count as ended behind some places."""
     thread = HelperThread(may_end.wait, "strata-test")
     thread.start()
-    for line in itertools.count():
+    for place in itertools.count():
         try:
-            with interrupted_at(line):
+            with interrupted_at(place, FILES):
                 asks(thread)
         except KeyboardInterrupt:
             assert thread.is_alive()
         else:
             break
-    assert line > 0
+    assert place > 0
     may_end.set()
     thread.join()
     assert not thread.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from strata_cli.engine.device.host import HostDevice
 from strata_cli.engine.experts import stager as stager_module
 from strata_cli.engine.experts.stager import Stager
 from strata_cli.errors import DeviceError, StallError, StateError
+from tests.device.interrupting import interrupted_at
 from tests.engine.streams import failing
 
 SLOT_BYTES = 64
@@ -258,6 +260,24 @@ def test_however_a_list_was_interrupted_the_next_one_begins(
         take_all(stager, jobs_of(0, 0, 9))
 
 
+def test_ctrl_c_leaves_no_lock_taken(host: Device, source: Source) -> None:
+    files = (threading.__file__, stager_module.__file__)
+    jobs = jobs_of(9)
+    with Stager(host, source, SLOT_BYTES, 1, 2) as stager:
+        for place in itertools.count():
+            try:
+                with stager.staging(jobs):
+                    check_blob(stager, jobs, 0)
+                    with interrupted_at(place, files):
+                        stager.sent(0, GateEvent())
+                        stager.end()
+            except KeyboardInterrupt:
+                take_all(stager, jobs)
+            else:
+                break
+    assert place > 0
+
+
 def test_ending_waits_for_the_copies_and_not_for_those_that_wait_for_them(
     host: Device, source: Source
 ) -> None:
@@ -352,7 +372,6 @@ def test_a_read_that_hangs_is_an_error_until_it_ends(
     host: Device, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stager_module, "SETTLE_S", 0.0)
-    monkeypatch.setattr(stager_module, "LOOK_S", 0.01)
     jobs = jobs_of(9)
     with Stager(host, source, SLOT_BYTES, 4, 1) as stager:
         source.is_open.clear()
