@@ -1,4 +1,4 @@
-"""Experts with some pairs each: the same bits as gate, up, swiglu and down by themselves."""
+"""Some rows, and experts with some pairs each: the bits of product after product."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import pytest
 
 from strata_cli.engine.device.cuda_kernels import KERNELS_FOLDER
 from strata_cli.engine.device.nvrtc import Compiler, read_unit
-from strata_cli.engine.kernels.matmul import grouped_matmul, round_rows
-from strata_cli.engine.kernels.matmul_several import Experts, grouped_matmul_pair
+from strata_cli.engine.kernels.float_pair import can_split_pair, matmul_float_pair
+from strata_cli.engine.kernels.matmul import grouped_matmul, matmul, round_rows
+from strata_cli.engine.kernels.matmul_several import Experts, Product, grouped_matmul_pair
 from strata_cli.engine.kernels.matmul_some import (
     ExpertMlp,
+    can_make_some,
     can_take_some,
     experts_of_some,
+    matmul_some,
+    matmul_swiglu_some,
     some_plan,
 )
 from strata_cli.engine.kernels.moe import swiglu
 from strata_cli.engine.kernels.products import Matrix, alignment
 from strata_cli.engine.kernels.prompt_plan import Gpu
-from strata_cli.engine.kernels.weight import WeightLayout
+from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
 from strata_cli.errors import ConfigError, DeviceError
 from tests.kernels.lab import Lab, normal
@@ -46,6 +50,13 @@ def test_experts_fit_a_block_whose_teams_look_ahead(qtype: QuantType) -> None:
         assert teams < slots <= teams * depth
         assert (team_warps - 1) * slice_weights < cols <= team_warps * slice_weights
         assert plan.grid == (132, 1, 1)
+
+
+def test_few_rows_are_taken_a_few_at_a_time() -> None:
+    """Else half of the teams would have no tile."""
+    down = expert_of(Q.Q8_0, 2560, 640)
+    functions = [some_plan(down, 1, 0, HOPPER, tokens).unit.function for tokens in (40, 100, 256)]
+    assert [function.rpartition(", ")[2] for function in functions] == ["1>", "2>", "4>"]
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
@@ -76,6 +87,8 @@ def test_they_compile_where_they_run() -> None:
     for plan in (
         some_plan(expert_of(Q.IQ3_XXS, 640, 2560), 2, 512, HOPPER),
         some_plan(expert_of(Q.IQ4_NL, 2560, 640), 1, 512, HOPPER),
+        some_plan(expert_of(Q.Q6_K, 640, 2560), 2, 0, HOPPER, 100),
+        some_plan(expert_of(Q.Q8_0, 10240, 320), 1, 0, HOPPER, 100),
     ):
         source, function, defines = plan.unit
         unit = read_unit(KERNELS_FOLDER / source, defines=defines, instances=(function,))
@@ -122,3 +135,54 @@ def test_some_pairs_have_the_bits_of_product_after_product(gpu_lab: Lab, qtype: 
         order = lab.put(np.arange(pairs, dtype=np.int32))
         grouped_matmul(lab.stream, gate.out, down.blobs, down.layout, order, start, down.out)
         np.testing.assert_array_equal(lab.get(mlps[0].down.out), lab.get(down.out))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("qtype", "rows", "cols"),
+    [(Q.Q8_0, 10_240, 320), (Q.Q6_K, 644, 1_280), (Q.Q8_0, 2_560, 640), (Q.IQ3_S, 100, 768)],
+)
+@pytest.mark.parametrize("tokens", [33, 100, 256])
+def test_some_rows_have_the_bits_of_few(
+    gpu_lab: Lab, qtype: QuantType, rows: int, cols: int, tokens: int
+) -> None:
+    lab = gpu_lab
+    first, second = (
+        Weight(lab.put(packed_rows(qtype, rows, cols, seed)), qtype, rows, cols) for seed in (1, 2)
+    )
+    if not can_make_some(lab.stream, first, tokens, matrices=2):
+        pytest.skip("this GPU has no room for them")
+    x, rounded = lab.put(normal(3, tokens, cols)), lab.empty((tokens, cols), np.float16)
+    round_rows(lab.stream, x, rounded)
+    gate, up, own = (lab.empty((tokens, rows)) for _ in range(3))
+    matmul(lab.stream, x, first, gate)
+    matmul(lab.stream, x, second, up)
+    matmul_some(lab.stream, rounded, first, own)
+    np.testing.assert_array_equal(lab.get(own), lab.get(gate))
+    hidden, expected = (lab.empty((tokens, rows), np.float16) for _ in range(2))
+    matmul_swiglu_some(lab.stream, rounded, first, second, hidden)
+    swiglu(lab.stream, gate, up, gate)
+    round_rows(lab.stream, gate, expected)
+    np.testing.assert_array_equal(lab.get(hidden), lab.get(expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "tokens"), [(512, 100), (40, 33), (130, 300)])
+def test_two_float32_matrices_slice_by_slice_have_the_bits_of_few(
+    gpu_lab: Lab, rows: int, tokens: int
+) -> None:
+    lab, cols = gpu_lab, 2_560
+    x, scratch = lab.put(normal(1, tokens, cols)), lab.empty((1 << 22,))
+    router, logit = (
+        Weight(lab.put(packed_rows(Q.F32, n, cols, seed)), Q.F32, n, cols)
+        for seed, n in enumerate((rows, 1))
+    )
+    assert can_split_pair(lab.stream, x, router, logit, scratch)
+    first, second = (Product(each, lab.empty((tokens, each.rows))) for each in (router, logit))
+    matmul_float_pair(lab.stream, x, first, second, scratch)
+    for weight, out in (first, second):
+        few = lab.empty((tokens, weight.rows))
+        for begin in range(0, tokens, 25):  # so few that they go eight rows at a time
+            own = slice(begin, min(begin + 25, tokens))
+            matmul(lab.stream, x.rows(own.start, own.stop), weight, few.rows(own.start, own.stop))
+        np.testing.assert_array_equal(lab.get(out), lab.get(few))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from strata_cli.engine.device.base import Tensor
+from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.experts.resident import ExpertMatrices
 from strata_cli.engine.forward.feeding import ExpertFeed, ExpertGroup, PairRows, Split
 from strata_cli.engine.forward.fetching import Fetcher
@@ -13,6 +13,7 @@ from strata_cli.engine.forward.on_stream import ModelOnStream
 from strata_cli.engine.forward.weights import MoeWeights
 from strata_cli.engine.kernels import moe
 from strata_cli.engine.kernels.choice import FEW_TOKENS
+from strata_cli.engine.kernels.float_pair import can_split_pair, matmul_float_pair
 from strata_cli.engine.kernels.mailbox import post_pairs, take_rows
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
 from strata_cli.engine.kernels.matmul_gated import (
@@ -30,7 +31,15 @@ from strata_cli.engine.kernels.matmul_several import (
     grouped_matmul_pair,
     matmul_several,
 )
-from strata_cli.engine.kernels.matmul_some import ExpertMlp, can_take_some, experts_of_some
+from strata_cli.engine.kernels.matmul_some import (
+    ExpertMlp,
+    are_alike,
+    can_make_some,
+    can_take_some,
+    experts_of_some,
+    matmul_some,
+    matmul_swiglu_some,
+)
 from strata_cli.engine.kernels.splitting import clear_rows, split_pairs
 from strata_cli.engine.kernels.weight import Weight
 
@@ -61,12 +70,9 @@ def mix_experts(
         *(Product(weights.router, router), Product(weights.shared_logit, shared_logit)),
         *(Product(weights.shared_gate, gate), Product(weights.shared_up, up)),
     )
-    is_together = is_few or can_launch_together(stream, products, num)
-    if is_together:  # for little more than the router takes
-        foreseen = () if ahead is None else _foreseen(model, ahead, index, num)
-        matmul_several(stream, read.values, (*products, *foreseen), read.rounded)
-    else:
-        matmul(stream, read.values, weights.router, router)
+    is_some = read.rounded is not None and _is_some(stream, weights, num)
+    foreseen = () if ahead is None else _foreseen(model, ahead, index, num)
+    left = _before_routing(model, read, products[:2] if is_some else products, foreseen)
     shared_out, shared_down = take("shared_out", num), weights.shared_down
     routing = moe.RouteOperands(router, ids, places, start, row_of, pair_of)
     is_plain = split is None and rank_of is None
@@ -86,9 +92,12 @@ def mix_experts(
     if fetcher is not None:
         tokens = None if ahead is None else num
         experts = fetcher.fetch(index, start, tokens)
-    if not is_together:
-        matmul_several(stream, read.values, products[1:], read.rounded)
-    if not is_beside:
+    if left:
+        matmul_several(stream, read.values, left, read.rounded)
+    if is_some:
+        assert read.rounded is not None
+        _shared_of_some(stream, weights, read.rounded, gate, shared_out)
+    elif not is_beside:
         _shared(model, gate, up, shared_down, shared_out)
     for group in feed.groups(index):
         _routed(model, experts, read, row_of, start, group)
@@ -136,6 +145,54 @@ def _foreseen(
     if logits is None:
         return ()
     return (Product(model.weights.layers[index + 1].moe.router, logits),)
+
+
+def _before_routing(
+    model: ModelOnStream,
+    read: LayerInput,
+    products: tuple[Product, ...],
+    foreseen: tuple[Product, ...],
+) -> tuple[Product, ...]:
+    """Enqueue the router's product, and those that take little more time beside it.
+
+    Args:
+        model: on its stream.
+        read: what the experts read.
+        products: the router's, the shared expert's logit, and perhaps others.
+        foreseen: more of them, of few tokens.
+
+    Returns:
+        Those that are left.
+    """
+    stream, num, x = model.stream, read.values.shape[0], read.values
+    first, second, scratch = *products[:2], model.workspace.take_all("expert_gate")
+    if can_split_pair(stream, x, first.weight, second.weight, scratch):
+        matmul_float_pair(stream, x, first, second, scratch)
+        return products[2:]
+    if num <= FEW_TOKENS or can_launch_together(stream, products, num):
+        matmul_several(stream, x, (*products, *foreseen), read.rounded)
+        return ()
+    matmul(stream, x, first.weight, first.out)
+    return products[1:]
+
+
+def _is_some(stream: Stream, weights: MoeWeights, num_tokens: int) -> bool:
+    """Whether the shared expert of so many tokens is made like the others of some pairs."""
+    gate, up, down = weights.shared_gate, weights.shared_up, weights.shared_down
+    return (
+        are_alike(gate, up)
+        and can_make_some(stream, gate, num_tokens, matrices=2)
+        and can_make_some(stream, down, num_tokens)
+    )
+
+
+def _shared_of_some(
+    stream: Stream, weights: MoeWeights, rounded: Tensor, room: Tensor, out: Tensor
+) -> None:
+    """Enqueue the shared expert of rounded rows; room: float32 [T, F], overwritten."""
+    hidden = Tensor.over(room.buffer, room.shape, np.float16, room.offset_bytes)
+    matmul_swiglu_some(stream, rounded, weights.shared_gate, weights.shared_up, hidden)
+    matmul_some(stream, hidden, weights.shared_down, out)
 
 
 def _shared(model: ModelOnStream, gate: Tensor, up: Tensor, down: Weight, out: Tensor) -> None:

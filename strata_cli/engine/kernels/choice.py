@@ -17,6 +17,7 @@ from strata_cli.engine.model.quants import QuantType
 
 FEW_TOKENS = 32  # up to here, passes of the few-row function are at least as fast on a GPU
 SOME_TOKENS = 256  # up to here dense products by a function between these two
+SLICED_FLOAT_TOKENS = 1024  # up to here float32 tiles slice by slice
 GATED_TOKENS = 128  # up to here few rows that gate as they load save two launches and lose nothing
 FEW_PAIRS_PER_EXPERT = 8  # the same for grouped products
 SOME_PAIRS_PER_EXPERT = 8  # up to here, where there is room, a function between these two

@@ -73,35 +73,35 @@ __device__ inline void multiply_half(float (&sums)[4], const Octet &low, const O
              high.pair[2 * HALF + 1], x.pair[2 * HALF], x.pair[2 * HALF + 1]);
 }
 
-// matmul_split: grid (token tiles, row tiles)
-template <int LANE, int ROW_WARPS, int TOKEN_WARPS>
-__global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
-    matmul_split(const float *x, const float *weights, float *out, long long, long long num_tokens,
-                 long long num_rows, long long num_cols, long long slice) {
+// Stages begin ... end of a tile, by all threads of the block. IS_WHOLE: they are all of the row;
+// else one slice, whose sums are left as they are.
+template <int LANE, int ROW_WARPS, int TOKEN_WARPS, bool IS_WHOLE>
+__device__ inline void make_tile(const Source &x, const Source &weights, float *out,
+                                 int first_token, int first_row, int cols, int slice, int begin,
+                                 int end) {
     constexpr int THREADS = 32 * ROW_WARPS * TOKEN_WARPS;
     constexpr int ROWS = 32 * ROW_WARPS, TOKENS = 32 * TOKEN_WARPS;
     constexpr int STAGE_BYTES = (ROWS + TOKENS) * ROW_BYTES;
     extern __shared__ uint4 all_shared[];
     unsigned char *shared = reinterpret_cast<unsigned char *>(all_shared);
-    const int tokens = num_tokens, rows = num_rows, cols = num_cols;
-    const int first_token = blockIdx.x * TOKENS, first_row = blockIdx.y * ROWS;
+    const int tokens = x.rows, rows = weights.rows;
     const int warp = threadIdx.x / 32, g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
     const int own_row = warp % ROW_WARPS * 32 + g, own_token = warp / ROW_WARPS * 32 + g;
-    const int steps = (cols + 31) / 32, stages = (steps + 1) / 2;
+    const int steps = (cols + 31) / 32;
     auto copy = [&](int stage, int slot) {
         unsigned char *to = shared + slot * STAGE_BYTES;
-        if (stage < stages) {
-            copy_rows<LANE, ROWS, THREADS>(to, {weights, rows}, first_row, cols, 2 * stage);
-            copy_rows<LANE, TOKENS, THREADS>(to + ROWS * ROW_BYTES, {x, tokens}, first_token, cols,
+        if (stage < end) {
+            copy_rows<LANE, ROWS, THREADS>(to, weights, first_row, cols, 2 * stage);
+            copy_rows<LANE, TOKENS, THREADS>(to + ROWS * ROW_BYTES, x, first_token, cols,
                                              2 * stage);
         }
         commit_copies();
     };
     start_early();
-    for (int i = 0; i < STAGES - 1; i++) copy(i, i);
+    for (int i = 0; i < STAGES - 1; i++) copy(begin + i, i);
     float sums[2][4][4] = {}, totals[2][4][4] = {};
     int slot = 0;
-    for (int stage = 0; stage < stages; stage++) {
+    for (int stage = begin; stage < end; stage++) {
         wait_copies<STAGES - 2>();
         __syncthreads();
         copy(stage + STAGES - 1, slot ? slot - 1 : STAGES - 1);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
             }
         }
         slot = slot == STAGES - 1 ? 0 : slot + 1;
-        if ((stage + 1) * 64 % static_cast<int>(slice) == 0 || stage + 1 == stages) {
+        if (IS_WHOLE && ((stage + 1) * 64 % slice == 0 || stage + 1 == end)) {
 #pragma unroll
             for (int i = 0; i < 32; i++) {
                 totals[i / 16][i / 4 % 4][i % 4] += sums[i / 16][i / 4 % 4][i % 4];
@@ -144,6 +144,57 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
         const int token = first_token + own_token - g + 2 * t + 8 * (i / 4 % 4) + i % 2;
         if (row < rows && token < tokens)
             out[static_cast<long long>(token) * rows + row] =
-                totals[i / 16][i / 4 % 4][i % 4] / GAIN<F32>;
+                IS_WHOLE ? totals[i / 16][i / 4 % 4][i % 4] / GAIN<F32>
+                         : sums[i / 16][i / 4 % 4][i % 4];
     }
+}
+
+// matmul_split: grid (token tiles, row tiles)
+template <int LANE, int ROW_WARPS, int TOKEN_WARPS>
+__global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
+    matmul_split(const float *x, const float *weights, float *out, long long, long long tokens,
+                 long long rows, long long num_cols, long long slice) {
+    const int cols = num_cols, stages = (cols + 63) / 64;
+    make_tile<LANE, ROW_WARPS, TOKEN_WARPS, true>(
+        {x, static_cast<int>(tokens)}, {weights, static_cast<int>(rows)}, out,
+        blockIdx.x * 32 * TOKEN_WARPS, blockIdx.y * 32 * ROW_WARPS, cols, static_cast<int>(slice),
+        0, stages);
+}
+
+// split_pair: two matrices of the same x, a block for each slice of a tile; join_pair adds them up
+//   -> sums [slices,T,rows0] f32, then [slices,T,rows1]; grid (token tiles, row tiles of both,
+//   slices)
+template <int LANE, int ROW_WARPS, int TOKEN_WARPS>
+__global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
+    split_pair(const float *x, const float *weights0, const float *weights1, float *sums,
+               long long num_tokens, long long rows0, long long rows1, long long num_cols,
+               long long slice) {
+    constexpr int ROWS = 32 * ROW_WARPS;
+    const int cols = num_cols, tiles0 = (static_cast<int>(rows0) + ROWS - 1) / ROWS;
+    const int tile = blockIdx.y, stages = (cols + 63) / 64, of_slice = static_cast<int>(slice) / 64;
+    const int begin = blockIdx.z * of_slice;
+    const bool is_first = tile < tiles0;
+    const long long rows = is_first ? rows0 : rows1;
+    float *own = sums + (is_first ? 0 : gridDim.z * num_tokens * rows0);
+    make_tile<LANE, ROW_WARPS, TOKEN_WARPS, false>(
+        {x, static_cast<int>(num_tokens)}, {is_first ? weights0 : weights1, static_cast<int>(rows)},
+        own + blockIdx.z * num_tokens * rows, blockIdx.x * 32 * TOKEN_WARPS,
+        (is_first ? tile : tile - tiles0) * ROWS, cols, static_cast<int>(slice), begin,
+        min(begin + of_slice, stages));
+}
+
+// join_pair: out = (0 + slice 0 + slice 1 + ...) / the gain, as one block would have added them
+//   grid (all values / block), reads 4 * slices bytes of each
+extern "C" __global__ void join_pair(const float *sums, float *out0, float *out1, long long slices,
+                                     long long values0, long long values1) {
+    start_early();
+    const long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+    if (i >= values0 + values1) return;
+    const bool is_first = i < values0;
+    const long long values = is_first ? values0 : values1, at = is_first ? i : i - values0;
+    const float *from = sums + (is_first ? 0 : slices * values0) + at;
+    float total = 0.0f;
+#pragma unroll 10
+    for (long long slice = 0; slice < slices; slice++) total += from[slice * values];
+    (is_first ? out0 : out1)[at] = total / GAIN<F32>;
 }

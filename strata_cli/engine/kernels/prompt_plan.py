@@ -25,6 +25,7 @@ from strata_cli.engine.model.quants import QuantType
 
 SPLIT_ROWS = 64  # weight rows, and activation rows, of a block of the float32 function
 SPLIT_STAGES = 3
+SPLIT_WARPS = 4
 THIN_ROWS = 8  # most weight rows of the function of few of them
 THIN_TOKENS = 16  # of a block; eight where these would be too few
 THIN_WARPS = 8  # twenty of these
@@ -70,7 +71,7 @@ def split_plan(matrix: Matrix, tokens: int) -> Plan:
     return Plan(
         unit=Unit("matmul_split.cu", f"matmul_split<{matrix.lane}, 2, 2>", ()),
         grid=(blocks(tokens, SPLIT_ROWS), blocks(matrix.rows, SPLIT_ROWS), 1),
-        block=(4 * WARP, 1, 1),
+        block=(SPLIT_WARPS * WARP, 1, 1),
         shared_bytes=SPLIT_SHARED_BYTES,
         extents=(slice_cols(matrix.qtype, matrix.cols),),
     )

@@ -1,0 +1,113 @@
+"""Two products with float32 weights of the same rows, slice by slice: a router, and a gate's row.
+
+A hundred tokens make a few tiles of a router, each of which would take its columns one after the
+other on one multiprocessor. Bits are those of ``matmul``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from strata_cli.engine.device.base import Launch, Stream, Tensor
+from strata_cli.engine.kernels.choice import FEW_TOKENS, SLICED_FLOAT_TOKENS
+from strata_cli.engine.kernels.gpu_only import gpu_kernel
+from strata_cli.engine.kernels.matmul_several import Product
+from strata_cli.engine.kernels.products import (
+    JOIN_THREADS,
+    WARP,
+    Matrix,
+    Unit,
+    dense_matrix,
+    slice_cols,
+)
+from strata_cli.engine.kernels.prompt_plan import (
+    SPLIT_ROWS,
+    SPLIT_SHARED_BYTES,
+    SPLIT_WARPS,
+    gpu_of,
+    has_split_plan,
+)
+from strata_cli.engine.kernels.shapes import blocks, expect
+from strata_cli.engine.kernels.weight import Weight
+from strata_cli.engine.model.quants import QuantType
+
+SPLIT_SOURCE = "matmul_split.cu"
+JOIN = Unit(SPLIT_SOURCE, "join_pair", ())
+
+
+class _Plan(NamedTuple):
+    """Two launches, and slices between them."""
+
+    unit: Unit
+    slices: Launch
+    join: Launch
+    num_slices: int
+
+
+@lru_cache(maxsize=1024)
+def _plan(first: Matrix, second: Matrix, tokens: int) -> _Plan:
+    width = slice_cols(QuantType.F32, first.cols)
+    num_slices = blocks(first.cols, width)
+    tiles = sum(blocks(matrix.rows, SPLIT_ROWS) for matrix in (first, second))
+    slices = Launch(
+        items=1,
+        grid=(blocks(tokens, SPLIT_ROWS), tiles, num_slices),
+        block=(SPLIT_WARPS * WARP, 1, 1),
+        shared_bytes=SPLIT_SHARED_BYTES,
+        extents=(tokens, first.rows, second.rows, first.cols, width),
+        early=True,
+    )
+    values = tokens * first.rows, tokens * second.rows
+    join = Launch(
+        items=1,
+        grid=(blocks(sum(values), JOIN_THREADS), 1, 1),
+        block=(JOIN_THREADS, 1, 1),
+        extents=(num_slices, *values),
+        early=True,
+    )
+    return _Plan(
+        Unit(SPLIT_SOURCE, f"split_pair<{first.lane}, 2, 2>", ()), slices, join, num_slices
+    )
+
+
+def can_split_pair(
+    stream: Stream, x: Tensor, first: Weight, second: Weight, scratch: Tensor
+) -> bool:
+    """Whether ``matmul_float_pair`` takes them, and first: more than few tokens, and on a GPU."""
+    tokens = x.shape[0]
+    if not stream.shared_bytes or not FEW_TOKENS < tokens <= SLICED_FLOAT_TOKENS:
+        return False
+    own, other = _matrix(first), _matrix(second)
+    is_pair = other == own._replace(rows=other.rows)
+    has_room = _plan(own, other, tokens).num_slices * tokens * (own.rows + other.rows)
+    return is_pair and has_split_plan(own, x.address, gpu_of(stream)) and has_room <= scratch.size
+
+
+def matmul_float_pair(
+    stream: Stream, x: Tensor, first: Product, second: Product, scratch: Tensor
+) -> None:
+    """Enqueue ``matmul`` of x with two float32 weights, where ``can_split_pair``.
+
+    Args:
+        stream: where it runs.
+        x: activations, float32 [T, K].
+        first: one weight, and its output.
+        second: the other.
+        scratch: float32 [any], overwritten.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    tokens = x.shape[0]
+    expect("matmul_float_pair x", x, (tokens, first.weight.cols))
+    for product in (first, second):
+        expect("matmul_float_pair out", product.out, (tokens, product.weight.rows))
+    plan = _plan(_matrix(first.weight), _matrix(second.weight), tokens)
+    operands = (x, first.weight.data, second.weight.data, scratch)
+    stream.launch(gpu_kernel(plan.unit), plan.slices, *operands)
+    stream.launch(gpu_kernel(JOIN), plan.join, scratch, first.out, second.out)
+
+
+def _matrix(weight: Weight) -> Matrix:
+    return dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
