@@ -8,8 +8,8 @@ first), on (routed experts alone), likely (likely ones first), keep (kept betwee
 foreseen ones and keep, all resident, and base again, which shows that equal settings repeat. Every
 arm reads each prompt, and two turns of which the second goes on from the first, and generates a few
 tokens; reply, logits, counts, state hash and residual dump must be those of the first arm. Chunks
-below 512 tokens copy routed experts alone, whatever the arm: give --prefill where chunks are short
-by default.
+below 512 tokens copy routed experts alone, and foreseen ones where any are: give --prefill where
+chunks are short by default.
 """
 
 from __future__ import annotations

@@ -311,13 +311,17 @@ class Engine:
         vocab, context = self.spec.vocab_size, self.context_tokens
         if not ids:
             raise InputError("nothing to read: the prompt has no tokens", hint="give some text")
-        for index, token_id in enumerate(ids):
-            if not 0 <= token_id < vocab:
-                raise InputError(
-                    f"token id {token_id} (number {index + 1} of {len(ids)}) is outside the "
-                    f"vocabulary of {vocab}",
-                    hint=f"ids go from 0 to {vocab - 1}",
-                )
+        if min(ids) < 0 or max(ids) >= vocab:  # each is looked at only to say which one it is
+            number, token_id = next(
+                (number, token_id)
+                for number, token_id in enumerate(ids, 1)
+                if not 0 <= token_id < vocab
+            )
+            raise InputError(
+                f"token id {token_id} (number {number} of {len(ids)}) is outside the vocabulary of "
+                f"{vocab}",
+                hint=f"ids go from 0 to {vocab - 1}",
+            )
         if position + len(ids) > context:
             most = self.spec.context_tokens
             more = f", or raise --max-context, to {most} at most" if context < most else ""
