@@ -270,6 +270,34 @@ def test_bits_do_not_depend_on_cuts_neighbours_or_alignment(
             np.testing.assert_array_equal(alone, expected[one])
 
 
+def _one_lanes(seed: int) -> Floats:
+    """The best experts of a GPU's warp belong to one lane."""
+    logits = normal(seed, 3, 512)
+    logits[:, 5::32] += 9
+    return logits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("logits", "top_k"),
+    [
+        (np.zeros((3, 512), np.float32), 10),
+        (np.round(normal(1, 3, 512)), 10),
+        (_one_lanes(2), 10),
+        (normal(3, 3, 31), 31),
+        (normal(4, 3, 512), 40),
+    ],
+)
+def test_a_gpu_chooses_as_the_host_however_the_best_are_spread(
+    host_lab: Lab, gpu_lab: Lab, logits: Floats, top_k: int
+) -> None:
+    gpu, host = (run_both(lab, logits, top_k) for lab in (gpu_lab, host_lab))
+    np.testing.assert_array_equal(gpu[0].ids, host[0].ids)
+    assert_close(gpu[0].weights, host[0].weights)
+    for actual, expected in zip(gpu[1], host[1], strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k", "size"),

@@ -389,7 +389,7 @@ __global__ void __maxnreg__(MIX_REGISTERS)
 #endif
 
 // gated_few_route: gated_few, and beside it route_few, which neither waits for the other
-//   grid (passes + 1, blocks): of the last passes, block 0 routes
+//   grid (passes, blocks + 1): of the last blocks, the first pass's routes
 template <int TYPE, int LANE, int ROWS, int ALIGN, int LOCAL>
 __global__ void __maxnreg__(MOST_REGISTERS)
     gated_few_route(const float *x, const float *up, const unsigned char *data, float *out,
@@ -400,12 +400,13 @@ __global__ void __maxnreg__(MOST_REGISTERS)
                     long long sums, long long slice, long long slices, long long part_slices,
                     long long tile_rows, long long span_shift, long long chunks) {
     extern __shared__ uint4 shared[];
-    if (blockIdx.x + 1 == gridDim.x) {
+    if (blockIdx.y + 1 == gridDim.y) {
         wait_for_launches_ahead();
         let_next_start();
-        if (blockIdx.y == 0)
-            route_in_order<LOCAL>(logits, ids, weights, expert_start, row_of, pair_of, tokens,
-                                  num_experts, top_k, reinterpret_cast<int *>(shared));
+        if (blockIdx.x == 0)
+            route_in_order<LOCAL>(logits, ids, weights, expert_start, row_of, pair_of,
+                                  static_cast<int>(tokens), static_cast<int>(num_experts),
+                                  static_cast<int>(top_k), reinterpret_cast<int *>(shared));
         return;
     }
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
@@ -413,7 +414,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
     work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
-    work.number_tiles();
+    work.number_tiles(gridDim.y - 1);
     const int first = static_cast<int>(columns) * blockIdx.x;
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
     few(work, {nullptr, first, count}, x, Gated{up, 1.0f}, shared);

@@ -14,7 +14,7 @@ from strata_cli.engine.kernels.choice import FEW_PAIRS_PER_EXPERT, GATED_TOKENS
 from strata_cli.engine.kernels.few import FEW_COLUMNS, few_plan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Experts, matrix_of_experts
-from strata_cli.engine.kernels.moe import ROUTE_IN_REGISTERS, RouteOperands
+from strata_cli.engine.kernels.moe import ROUTE_IN_REGISTERS, RouteOperands, route_bytes
 from strata_cli.engine.kernels.products import WARP, Plan, dense_matrix
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight
@@ -55,7 +55,8 @@ def can_route_beside(stream: Stream, weight: Weight, operands: RouteOperands) ->
     if not can_gate(stream, tokens) or not 0 < tokens <= MOST_ROUTED_BESIDE:
         return False
     plan = _plan(stream, weight, tokens)
-    has_room = plan.block[0] >= WARP * tokens and plan.shared_bytes >= 8 * tokens * top_k
+    has_warps = plan.block[0] >= WARP * tokens
+    has_room = has_warps and plan.shared_bytes >= route_bytes(tokens, top_k)
     return has_room and num_experts <= ROUTE_IN_REGISTERS
 
 
@@ -84,7 +85,7 @@ def matmul_swiglu_route(
     parameters = plan.unit.function.partition("<")[2].rstrip(">")
     function = f"gated_few_route<{parameters}, {ROUTE_IN_REGISTERS // WARP}>"
     passes, num_blocks, _ = plan.grid
-    launch = replace(plan.launch(1, 1, early=True), grid=(passes + 1, num_blocks, 1))
+    launch = replace(plan.launch(1, 1, early=True), grid=(passes, num_blocks + 1, 1))
     numbers = (int(weight.qtype), tokens, weight.rows, weight.cols, num_experts, top_k)
     kernel = gpu_kernel(plan.unit._replace(function=function))
     stream.launch(kernel, launch, gate, up, weight.data, out, *operands, *numbers)

@@ -15,8 +15,8 @@ __device__ inline int sum_of_warp(int v) {
 
 // route: softmax over all experts, the k best by logit (ties: lower id), renormalised
 //   logits [T,E] f32 -> ids [T,k] i32 best first, weights [T,k] f32
-//   grid (T / warps), one warp per token, shared 8 * k bytes per warp; reads 4 * T*E bytes, and
-//   takes k rounds over the logits, which is what bounds it
+//   grid (T / warps), one warp per token, shared 4 * (2 * k + CANDIDATE_WORDS) bytes per warp;
+//   reads 4 * T*E bytes
 template <int LOCAL>
 __global__ void route(const float *logits, int *ids, float *weights, long long num_tokens,
                       long long num_experts, long long top_k) {
@@ -25,21 +25,28 @@ __global__ void route(const float *logits, int *ids, float *weights, long long n
     const int warp = threadIdx.x / 32;
     const long long token = blockIdx.x * (blockDim.x / 32) + warp;
     if (token >= num_tokens) return;
-    int *own_ids = chosen + 2 * top_k * warp;
-    route_token<LOCAL>(logits + token * num_experts, ids + token * top_k, weights + token * top_k,
-                       own_ids, reinterpret_cast<float *>(own_ids + top_k), num_experts, top_k);
+    int *own_ids = chosen + (2 * top_k + CANDIDATE_WORDS) * warp;
+    float *own = reinterpret_cast<float *>(own_ids + top_k);
+    const int experts = static_cast<int>(num_experts), count = static_cast<int>(top_k);
+    logits += token * num_experts;
+    choose_experts<LOCAL>(logits, own_ids, own_ids + 2 * count, experts, count);
+    const Softmax softmax = softmax_of<LOCAL>(logits, experts);
+    __syncwarp();
+    weigh_experts(logits, softmax, own_ids, own, ids + token * top_k, weights + token * top_k,
+                  count);
 }
 
 // route_few: route and order_by_expert of few tokens, in one block with a warp for each
-//   grid 1, block 32 * T or more, shared 8 * T*k bytes
+//   grid 1, block 32 * T or more, shared 4 * T * (2 * k + ROUTE_WORDS) bytes
 template <int LOCAL>
 __global__ void route_few(const float *logits, int *ids, float *weights, int *expert_start,
                           int *row_of, int *pair_of, long long num_tokens, long long num_experts,
                           long long top_k) {
     start_early();
     extern __shared__ int chosen[];
-    route_in_order<LOCAL>(logits, ids, weights, expert_start, row_of, pair_of, num_tokens,
-                          num_experts, top_k, chosen);
+    route_in_order<LOCAL>(logits, ids, weights, expert_start, row_of, pair_of,
+                          static_cast<int>(num_tokens), static_cast<int>(num_experts),
+                          static_cast<int>(top_k), chosen);
 }
 
 // A lane's four neighbouring pairs' experts; behind the last pair an expert above all.

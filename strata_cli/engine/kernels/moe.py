@@ -36,6 +36,7 @@ THREADS = 128  # per block on a GPU
 ORDER_THREADS = 256  # of a block that orders the pairs of one expert
 ROUTE_TOGETHER = 16  # at most so many tokens are routed and ordered by one of a GPU's blocks
 WARPS = THREADS // 32
+CANDIDATE_WORDS = 64  # of shared memory, for a warp that routes
 ROUTE_IN_REGISTERS = 512  # experts whose logits a GPU's warp keeps in registers
 MIN_WEIGHT_SUM = F32(2.0**-14)  # the router weights' sum is clamped from below by this
 LOWEST = F32(-np.inf)
@@ -133,12 +134,17 @@ def route(stream: Stream, logits: Tensor, ids: Tensor, weights: Tensor) -> None:
         grain=grain(4 * num_experts),
         grid=(blocks(num_tokens, WARPS), 1, 1),
         block=(THREADS, 1, 1),
-        shared_bytes=8 * top_k * WARPS,
+        shared_bytes=4 * WARPS * (2 * top_k + CANDIDATE_WORDS),
         extents=(num_tokens, num_experts, top_k),
         early=True,
     )
     kernel = ROUTE if num_experts <= ROUTE_IN_REGISTERS else ROUTE_MANY
     stream.launch(kernel, launch, logits, ids, weights)
+
+
+def route_bytes(num_tokens: int, top_k: int) -> int:
+    """Shared memory of a GPU's block that routes and orders so many tokens."""
+    return 4 * num_tokens * (2 * top_k + CANDIDATE_WORDS + 2)
 
 
 def route_in_order(
@@ -184,7 +190,7 @@ def route_in_order(
         items=1,
         grid=(1, 1, 1),
         block=(max(4 * THREADS, 32 * num_tokens), 1, 1),
-        shared_bytes=8 * num_tokens * top_k,
+        shared_bytes=route_bytes(num_tokens, top_k),
         extents=(num_tokens, num_experts, top_k),
         early=True,
     )
