@@ -46,10 +46,10 @@ __device__ inline void copy_span(const Piece &piece) {
         if ((32 * i + lane) * 16 < piece.bytes) out[32 * i + lane] = parts[i];
 }
 
-// Whoever sees it sees all that was there before.
+// Whoever sees it sees all that was there before. Blocks may tell in any order: the most counts.
 __device__ inline void tell(unsigned *flag, unsigned value) {
     __threadfence();
-    atomicExch(flag, value);
+    atomicMax(flag, value);
 }
 
 // Ends what is brought ahead, by the first thread of a block that gets here; returns, to all
