@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.forward.on_stream import ModelOnStream
 from strata_cli.engine.forward.weights import ReadWeights
@@ -16,6 +18,7 @@ from strata_cli.engine.kernels.combine_write import (
 from strata_cli.engine.kernels.matmul import matmul
 from strata_cli.engine.kernels.matmul_gated import can_gate, matmul_silu
 from strata_cli.engine.kernels.matmul_several import Product, matmul_several
+from strata_cli.engine.kernels.matmul_some import can_make_some, matmul_some
 from strata_cli.engine.kernels.stream_read import (
     can_inject_beside,
     can_mix_beside,
@@ -23,6 +26,7 @@ from strata_cli.engine.kernels.stream_read import (
     matmul_inject,
     matmul_silu_mix,
 )
+from strata_cli.engine.kernels.stream_squeeze import Inject, can_squeeze_some, squeeze_some
 
 
 class LayerInput(NamedTuple):
@@ -49,6 +53,11 @@ def read_streams(
     if not is_normed:
         rounded = model.room_for_rounded(normed)
         hyper.stream_norm(stream, x, weights.norm, model.spec.rms_eps, normed, rounded)
+    some = _read_some(model, weights, normed)
+    if some is not None:
+        rounded = model.room_for_rounded(y)
+        hyper.stream_mix(stream, some.gate, normed, y, rounded)
+        return LayerInput(y, rounded, some.inject)
     low, inject = _squeeze(model, weights, normed)
     if can_mix_beside(stream, low, model.spec.num_streams, weights.up):
         matmul_silu_mix(stream, low, model.spec.num_streams, weights.up, normed, y)
@@ -62,6 +71,33 @@ def read_streams(
     rounded = model.room_for_rounded(y)
     hyper.stream_mix(stream, gate, normed, y, rounded)
     return LayerInput(y, rounded, inject)
+
+
+class _SomeRead(NamedTuple):
+    """Gates of the streams, float32 [T, S * D], and their inject."""
+
+    gate: Tensor
+    inject: Tensor
+
+
+def _read_some(model: ModelOnStream, weights: ReadWeights, normed: Tensor) -> _SomeRead | None:
+    """Enqueue what opens the normed streams [T, S * D] of some tokens; None: not so many."""
+    take, num, stream = model.workspace.take, normed.shape[0], model.stream
+    rounded, scratch = model.room_for_rounded(normed), model.workspace.take_all("stream_gate")
+    if rounded is None or not can_make_some(stream, weights.up, num):
+        return None
+    if not can_squeeze_some(stream, rounded, weights.down, weights.inject, scratch):
+        return None
+    room, num_streams, inject = take("low", num), model.spec.num_streams, None
+    low = Tensor.over(room.buffer, room.shape, np.float16, room.offset_bytes)
+    if weights.inject is not None:
+        shape = (inject_parts(normed.shape[1]), num, weights.inject.rows)
+        parts = model.workspace.take_shaped("inject_parts", *shape)
+        inject = Inject(weights.inject, parts)
+    squeeze_some(stream, normed, rounded, weights.down, inject, num_streams, scratch, low)
+    gate = take("stream_gate", num)
+    matmul_some(stream, low, weights.up, gate)
+    return _SomeRead(gate, take("inject", num) if inject is None else inject.parts)
 
 
 def _squeeze(model: ModelOnStream, weights: ReadWeights, normed: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 
 from strata_cli.engine.device.base import Buffer, Device, Tensor
 from strata_cli.engine.kernels.attention_plan import attend_scratch_floats
-from strata_cli.engine.kernels.choice import FEW_TOKENS
+from strata_cli.engine.kernels.choice import SOME_TOKENS
 from strata_cli.engine.kernels.segments import SEGMENT_WORDS
 from strata_cli.engine.kernels.splitting import EXTRA_PLACES
 from strata_cli.engine.kernels.stream_read import inject_parts
@@ -139,7 +139,7 @@ def scratch_plan(spec: ModelSpec, num_tokens: int, logit_rows: int) -> list[Scra
         Scratch("stream_gate", t, (wide,)),
         Scratch("y", t, (hidden,)),
         Scratch("inject", t, (streams,)),
-        Scratch("inject_parts", min(t, FEW_TOKENS), (inject_parts(wide), streams)),
+        Scratch("inject_parts", min(t, SOME_TOKENS), (inject_parts(wide), streams)),
         Scratch("out", t, (hidden,)),
         Scratch("qkv", t, (channels,)),
         Scratch("conv", t, (channels,)),

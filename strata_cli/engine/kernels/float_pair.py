@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from strata_cli.engine.device.base import Launch, Stream, Tensor
+from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS, SLICED_FLOAT_TOKENS
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Product
@@ -39,8 +39,9 @@ JOIN = Unit(SPLIT_SOURCE, "join_pair", ())
 class _Plan(NamedTuple):
     """Two launches, and slices between them."""
 
-    unit: Unit
+    multiply: Kernel
     slices: Launch
+    add: Kernel
     join: Launch
     num_slices: int
 
@@ -66,9 +67,8 @@ def _plan(first: Matrix, second: Matrix, tokens: int) -> _Plan:
         extents=(num_slices, *values),
         early=True,
     )
-    return _Plan(
-        Unit(SPLIT_SOURCE, f"split_pair<{first.lane}, 2, 2>", ()), slices, join, num_slices
-    )
+    multiply = gpu_kernel(Unit(SPLIT_SOURCE, f"split_pair<{first.lane}, 2, 2>", ()))
+    return _Plan(multiply, slices, gpu_kernel(JOIN), join, num_slices)
 
 
 def can_split_pair(
@@ -105,8 +105,8 @@ def matmul_float_pair(
         expect("matmul_float_pair out", product.out, (tokens, product.weight.rows))
     plan = _plan(_matrix(first.weight), _matrix(second.weight), tokens)
     operands = (x, first.weight.data, second.weight.data, scratch)
-    stream.launch(gpu_kernel(plan.unit), plan.slices, *operands)
-    stream.launch(gpu_kernel(JOIN), plan.join, scratch, first.out, second.out)
+    stream.launch(plan.multiply, plan.slices, *operands)
+    stream.launch(plan.add, plan.join, scratch, first.out, second.out)
 
 
 def _matrix(weight: Weight) -> Matrix:
