@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strata_cli.engine.device.cuda_kernels import KERNELS_FOLDER
-from strata_cli.engine.device.nvrtc import Compiler, read_unit
 from strata_cli.engine.kernels.float_pair import can_split_pair, matmul_float_pair
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul, round_rows
 from strata_cli.engine.kernels.matmul_several import Experts, Product, grouped_matmul_pair
@@ -24,7 +22,8 @@ from strata_cli.engine.kernels.products import Matrix, alignment
 from strata_cli.engine.kernels.prompt_plan import Gpu
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
-from strata_cli.errors import ConfigError, DeviceError
+from strata_cli.errors import DeviceError
+from tests.kernels.compiling import assert_they_compile
 from tests.kernels.lab import Lab, normal
 from tests.kernels.packed import packed_rows
 
@@ -80,19 +79,13 @@ def test_the_host_has_no_such_products(lab: Lab) -> None:
 
 @pytest.mark.slow
 def test_they_compile_where_they_run() -> None:
-    try:
-        compiler = Compiler()
-    except ConfigError as error:
-        pytest.skip(error.message)
-    for plan in (
+    plans = (
         some_plan(expert_of(Q.IQ3_XXS, 640, 2560), 2, 512, HOPPER),
         some_plan(expert_of(Q.IQ4_NL, 2560, 640), 1, 512, HOPPER),
         some_plan(expert_of(Q.Q6_K, 640, 2560), 2, 0, HOPPER, 100),
         some_plan(expert_of(Q.Q8_0, 10240, 320), 1, 0, HOPPER, 100),
-    ):
-        source, function, defines = plan.unit
-        unit = read_unit(KERNELS_FOLDER / source, defines=defines, instances=(function,))
-        assert compiler.compile(unit, "sm_90a").symbols
+    )
+    assert_they_compile([plan.unit for plan in plans], "sm_90a")
 
 
 @pytest.mark.gpu

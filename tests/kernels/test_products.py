@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata_cli.engine.device.cuda_kernels import KERNELS_FOLDER
-from strata_cli.engine.device.nvrtc import Compiler, read_unit
 from strata_cli.engine.kernels.few import can_share, few_plan
 from strata_cli.engine.kernels.products import (
     NARROW,
@@ -26,7 +24,8 @@ from strata_cli.engine.kernels.products import (
     slice_cols,
 )
 from strata_cli.engine.model.quants import BLOCK, QuantType, grid, row_bytes
-from strata_cli.errors import ConfigError, DeviceError
+from strata_cli.errors import DeviceError
+from tests.kernels.compiling import ARCHITECTURES, FIRSTS, assert_they_compile
 
 BLOCK_COLS = st.sampled_from(QuantType).flatmap(
     lambda qtype: st.tuples(
@@ -34,7 +33,6 @@ BLOCK_COLS = st.sampled_from(QuantType).flatmap(
     )
 )
 SHARED_BYTES = {"turing": 64 << 10, "ampere": 99 << 10, "hopper": 227 << 10}
-ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 
 def matrix_of(qtype: QuantType, rows: int, cols: int) -> Matrix:
@@ -169,10 +167,6 @@ def test_a_multiprocessor_holds_no_more_blocks_than_its_share() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_products_compile_for_every_architecture(architecture: str) -> None:
-    try:
-        compiler = Compiler()
-    except ConfigError as error:
-        pytest.skip(error.message)
     matrix = matrix_of(QuantType.IQ3_XXS, 640, 2560)
     units = (
         few_plan((matrix,), 1, 1, 99 << 10).unit,
@@ -182,6 +176,4 @@ def test_products_compile_for_every_architecture(architecture: str) -> None:
         few_plan((matrix,), 10, 10, 99 << 10, 512, is_gated=True).unit,
         grouped_many_plan(matrix, 20480, 512, 99 << 10).unit,
     )
-    for source, function, defines in units:
-        unit = read_unit(KERNELS_FOLDER / source, defines=defines, instances=(function,))
-        assert compiler.compile(unit, architecture).symbols
+    assert_they_compile(units if architecture in FIRSTS else units[:1], architecture)
