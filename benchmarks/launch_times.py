@@ -23,6 +23,7 @@ GROUP = 64  # launches that are enqueued while the stream stands still, then run
 PATIENCE_S = 20.0
 SEVERAL = "matmul_several"
 SLICES = "matmul_many_slices"
+PAIRS = ("grouped_pair", "grouped_swiglu")  # of two matrices of each expert
 
 
 class Row(NamedTuple):
@@ -128,10 +129,10 @@ def product(kernel: Kernel, args: tuple[KernelArgument, ...]) -> Product | None:
         return Product(QuantType[kind], (numbers[1],), numbers[2])
     if name.startswith(("matmul", "few")):
         qtype, _, rows, cols = numbers[:4]
-        return Product(QuantType(qtype), (rows,), cols)
+        return Product(QuantType(qtype), (rows,) * (2 if name == "matmul_swiglu" else 1), cols)
     if name.startswith("grouped"):
         qtype, rows, cols = numbers[:3]
-        return Product(QuantType(qtype), (rows,) * (2 if name == "grouped_pair" else 1), cols)
+        return Product(QuantType(qtype), (rows,) * (2 if name in PAIRS else 1), cols)
     return None
 
 
@@ -155,7 +156,7 @@ def bytes_moved(kernel: Kernel, args: tuple[KernelArgument, ...]) -> int:
     nbytes = sum(tensor.nbytes for tensor in tensors)
     matrices = product(kernel, args)
     if matrices is not None and "grouped" in kernel.name and matrices.qtype is not None:
-        pairs, starts = (t for t in tensors if t.dtype == np.int32)
-        used = min(pairs.shape[0], starts.shape[0] - 1)
+        starts = next(t for t in reversed(tensors) if t.dtype == np.int32)
+        used = min(tensors[-1].shape[0], starts.shape[0] - 1)  # the last: a row for each pair
         nbytes += used * sum(matrices.rows) * row_bytes(matrices.qtype, matrices.cols)
     return nbytes
