@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -268,7 +269,7 @@ def side_by_side(protocol: Protocol) -> Answers:
     return Answers(logits)
 
 
-def between_turns(protocol: Protocol) -> Answers:
+def between_turns(protocol: Protocol, *, reuse: bool = True) -> Answers:
     """Beside a conversation that grows, turn by turn, through the same session."""
     sizes, asked = protocol.sizes, protocol.asked
     talk: list[int] = []
@@ -278,7 +279,7 @@ def between_turns(protocol: Protocol) -> Answers:
         talk += zipf_prompt(protocol.vocab_size, sizes.turn, 3000 + index)
         talk += protocol.plain(talk, sizes.answer, seed=index)
         for one in part:
-            logits, tokens = protocol.read(one)
+            logits, tokens = protocol.read(one, reuse=reuse)
             found.append(logits)
             reused += tokens
     return Answers(found, reused)
@@ -292,6 +293,7 @@ MANNERS: dict[str, Manner] = {
     "last token stepped": last_token_stepped,
     "beside chats": side_by_side,
     "29 turns between": between_turns,
+    "29 turns without reuse": partial(between_turns, reuse=False),
 }
 
 

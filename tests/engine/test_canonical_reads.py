@@ -87,7 +87,13 @@ def test_the_protocol_has_its_reads() -> None:
 
 @pytest.mark.parametrize(
     ("manner", "reuses"),
-    [("ABC", True), ("CBA", True), ("beside chats", False), ("29 turns between", True)],
+    [
+        ("ABC", True),
+        ("CBA", True),
+        ("beside chats", False),
+        ("29 turns between", True),
+        ("29 turns without reuse", False),
+    ],
 )
 def test_no_manner_of_reading_moves_a_bit(
     engine: Engine, first: Answers, manner: str, reuses: bool
