@@ -59,7 +59,10 @@ CHANGES = {
             "            self._sharing.open(num_rows)",
         ),
         ("or not self._is_due or self._pauses:", "or not self._is_due:"),
-        ("self._count(num_rows, is_exact=is_exact)", "self._count(num_rows, is_exact=False)"),
+        (
+            "self._count(num_rows, pairs, is_exact=is_exact)",
+            "self._count(num_rows, pairs, is_exact=False)",
+        ),
         ("        if self._pauses:\n            return\n", ""),
     ),
     f"{ENGINE}/forward/rows.py": (

@@ -160,8 +160,8 @@ class Residency:
         """
         if self._sharing is not None:
             self._sharing.finish()
-        counts, pairs = self._count(num_rows, is_exact=is_exact), self._pairs(num_rows)
-        self._note(num_rows, counts, pairs)
+        pairs = self._pairs(num_rows)
+        self._note(num_rows, self._count(num_rows, pairs, is_exact=is_exact), pairs)
         if self._learn is not None and not self._pauses:
             self._learn(pairs)
 
@@ -231,9 +231,9 @@ class Residency:
         routed = self._forward.routed(num_rows)
         return Tensor.over(self._room, routed.shape, routed.dtype)
 
-    def _count(self, num_rows: int, *, is_exact: bool) -> ResidencyCounts:
+    def _count(self, num_rows: int, pairs: NDArray[np.int64], *, is_exact: bool) -> ResidencyCounts:
         """What became of the experts of a window."""
-        pairs, others = self._pairs(num_rows), ResidencyCounts()
+        others = ResidencyCounts()
         hits = int(np.count_nonzero(self._resident.reshape(-1)[pairs]))
         if not is_exact and self._sharing is not None and self._addresses is not None:
             others = self._sharing.count(self._on_host(num_rows).numpy(), self._addresses)
