@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strata_cli.engine.kernels.gdn import causal_conv_silu
+from strata_cli.engine.kernels.gdn import causal_conv_silu, gated_norm
 from strata_cli.engine.kernels.hyper import lowrank_silu
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
 from strata_cli.engine.kernels.matmul_gated import (
+    can_norm,
     can_route_beside,
     grouped_matmul_swiglu,
+    matmul_normed,
     matmul_silu,
     matmul_swiglu,
     matmul_swiglu_route,
@@ -175,3 +177,22 @@ def test_a_product_that_is_convolved_has_the_bits_of_both_launches(
     np.testing.assert_array_equal(lab.get(history), lab.get(expected_history))
     for mine, other in zip(own[1:], expected[1:], strict=True):
         np.testing.assert_array_equal(lab.get(mine.out), lab.get(other.out))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("qtype", "heads", "dim", "rows"),
+    [(Q.Q8_0, 48, 128, 2560), (Q.Q6_K, 8, 96, 50), (Q.F32, 4, 32, 16), (Q.IQ4_NL, 7, 64, 33)],
+)
+def test_a_product_of_heads_normed_as_they_are_loaded_has_the_bits_of_both_launches(
+    gpu_lab: Lab, qtype: QuantType, heads: int, dim: int, rows: int
+) -> None:
+    lab, cols = gpu_lab, heads * dim
+    weight = Weight(lab.put(packed_rows(qtype, rows, cols, 1)), qtype, rows, cols)
+    x, z, norm = lab.put(normal(2, 1, cols)), lab.put(normal(3, 1, cols)), lab.put(normal(4, dim))
+    own, out, normed = (lab.empty((1, n)) for n in (rows, rows, cols))
+    assert can_norm(lab.stream, x, dim)
+    matmul_normed(lab.stream, x, z, norm, 1e-6, weight, own)
+    gated_norm(lab.stream, x, z, norm, 1e-6, normed)
+    matmul(lab.stream, normed, weight, out)
+    np.testing.assert_array_equal(lab.get(own), lab.get(out))

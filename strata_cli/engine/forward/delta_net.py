@@ -10,6 +10,7 @@ from strata_cli.engine.forward.state import GdnState
 from strata_cli.engine.forward.weights import GdnWeights
 from strata_cli.engine.kernels import gdn as gdn_kernels
 from strata_cli.engine.kernels.matmul import matmul
+from strata_cli.engine.kernels.matmul_gated import can_norm, matmul_normed
 from strata_cli.engine.kernels.matmul_several import (
     Product,
     can_convolve,
@@ -39,9 +40,13 @@ def gated_delta_net(
         products = (Product(weights.qkv, qkv), *others)
         matmul_several(stream, read.values, products, read.rounded)
         _recur(model, index, weights, batch)
-    gated, out, eps = take("gated", num), take("out", num), model.spec.rms_eps
+    delta, out, eps = take("delta", num), take("out", num), model.spec.rms_eps
+    if can_norm(stream, delta, weights.norm.shape[0]):
+        matmul_normed(stream, delta, z, weights.norm, eps, weights.out, out)
+        return out
+    gated = take("gated", num)
     rounded = model.room_for_rounded(gated)
-    gdn_kernels.gated_norm(stream, take("delta", num), z, weights.norm, eps, gated, rounded)
+    gdn_kernels.gated_norm(stream, delta, z, weights.norm, eps, gated, rounded)
     matmul(stream, gated, weights.out, out, rounded, model.workspace.take_all("qkv"))
     return out
 

@@ -1,17 +1,28 @@
 // Activations of a few rows in shared memory as f16, in the order in which lanes multiply them.
 #pragma once
+#include "lanes.cuh"
 #include "math32.cuh"
+#include "special.cuh"
 #include "weights.cuh"
 
-// What is multiplied: x itself, or silu(x / divisor), times `up` where that is not null.
-struct Plain {
-    static constexpr bool IS_GATED = false;
-};
+// What is multiplied: x itself; silu(x / divisor), times `up` where that is not null; or x whose
+// heads were normed and gated.
+struct Plain {};
 struct Gated {
-    static constexpr bool IS_GATED = true;
     const float *up;  // as x
     float divisor;
 };
+struct Normed {
+    const float *z, *weight;  // as x; [dim]
+    int dim;                  // of a head, at most MOST_NORMED_DIM
+    float eps;
+};
+constexpr int MOST_NORMED_DIM = 128;
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
 
 #ifndef ONE_COLUMN
 #define ONE_COLUMN 0  // 1: blocks have one row of x each
@@ -161,6 +172,47 @@ __device__ inline void load_gated(uint4 *planes, const float *x, int cols, const
     }
 }
 
+// All planes of x / rms(x) * weight * sigmoid(z), each head on its own, by the first `warps` warps:
+// 16 lanes a head. The order of all sums is that of gated_norm (gdn.cu).
+template <class... Kinds>
+__device__ inline void load_normed(uint4 *planes, const float *x, int cols, const Columns &columns,
+                                   const Normed &gate, int warps) {
+    constexpr int EACH = MOST_NORMED_DIM / 16;
+    const int heads = cols / gate.dim, count = columns.count(), all = heads * count;
+    const int octets = (cols + 31) / 32 * 4;
+#pragma unroll 1
+    for (int first = threadIdx.x / 32 * 2; first < all; first += 2 * warps) {
+        const int wanted = first + (threadIdx.x & 31) / 16;
+        const int own = min(wanted, all - 1);  // a spare half warp takes part in the sums
+        const int column = count == 1 ? 0 : own / heads, head = own - column * heads;
+        const long long row = columns.source ? columns.source[column] : columns.first + column;
+        const int begin = head * gate.dim + lane16();
+        float v[EACH], z[EACH], weights[EACH], squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const bool is_there = lane16() + 16 * i < gate.dim;
+            v[i] = is_there ? x[row * cols + begin + 16 * i] : 0.0f;
+            z[i] = is_there ? gate.z[row * cols + begin + 16 * i] : 0.0f;
+            weights[i] = is_there ? gate.weight[lane16() + 16 * i] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; i++) squares = fmaf(v[i], v[i], squares);
+        const float scale = rms_factor(fold16(squares), gate.dim, gate.eps);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) v[i] = v[i] * scale * weights[i] * sigmoid_fast(z[i]);
+        // Neighbours exchange every other value: then each has pairs.
+        const bool is_odd = threadIdx.x & 1;
+#pragma unroll
+        for (int i = 0; i < EACH; i += 2) {
+            const float other = __shfl_xor_sync(ALL_LANES, is_odd ? v[i] : v[i + 1], 1);
+            const int mine = i + is_odd;
+            if (lane16() + 16 * mine < gate.dim && own == wanted)
+                store_two<Kinds...>(planes, octets * count, begin - is_odd + 16 * mine, column,
+                                    count, is_odd ? other : v[i], is_odd ? v[i + 1] : other);
+        }
+    }
+}
+
 // All planes of x by the first `warps` warps: 32 octets of a column at a time, TOGETHER of them on
 // their way at once.
 template <int TOGETHER, class... Kinds>
@@ -203,8 +255,10 @@ __device__ inline void load_octets(uint4 *planes, const float *x, int cols, cons
 template <class... Kinds, class Gate>
 __device__ inline void load_activations(uint4 *planes, const float *x, int cols,
                                         const Columns &columns, const Gate &gate, int warps) {
-    if constexpr (Gate::IS_GATED) {
+    if constexpr (is_same<Gate, Gated>) {
         load_gated<Kinds...>(planes, x, cols, columns, gate, warps);
+    } else if constexpr (is_same<Gate, Normed>) {
+        load_normed<Kinds...>(planes, x, cols, columns, gate, warps);
     } else {
         const unsigned long long places = reinterpret_cast<unsigned long long>(x) | 4 * cols;
         if (places % 16 == 0 && cols % 32 == 0)

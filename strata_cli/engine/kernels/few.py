@@ -45,6 +45,7 @@ PAIR_BLOCK_BYTES = 112 << 10  # two of these fit a multiprocessor
 WIDE_BLOCK_BYTES = 192 << 10  # of the usual one of a multiprocessor: never two, and much on its way
 RESERVED_BYTES = 1 << 10
 USUAL_WARPS = 20  # that multiply in a block; measured
+NORM_WARPS = 24  # of a block that norms what it loads
 PAIR_WARPS = 12  # the same of two blocks of a multiprocessor
 
 
@@ -393,6 +394,7 @@ def few_plan(
     is_gated: bool = False,
     streams: int = 0,
     taps: int = 0,
+    head_dim: int = 0,
 ) -> Plan:
     """The few-row function for matrices that share x, or for those of each of several experts.
 
@@ -407,6 +409,7 @@ def few_plan(
         is_gated: of one matrix: what is multiplied is silu of x, perhaps times something.
         streams: of one gated matrix that ``can_mix``: its products open so many streams.
         taps: of several matrices and one token: the first one's products are convolved.
+        head_dim: of one matrix: what is multiplied are heads so wide, normed as they are loaded.
 
     Raises:
         DeviceError: nothing fits the shared memory.
@@ -420,6 +423,8 @@ def few_plan(
         blocks(matrices[0].cols, 2) if is_gated else blocks(matrices[0].cols, 16) * shape.columns
     )
     warps = max(warps, min(USUAL_WARPS, blocks(loads, WARP)))
+    if head_dim:  # two a warp
+        warps = max(warps, min(NORM_WARPS, blocks(matrices[0].cols // head_dim * shape.columns, 2)))
     kinds = _kinds(matrices)
     cuts = [number for cut in shape.cuts for number in cut[:6]]
     own: tuple[int, ...] = ()
@@ -428,6 +433,7 @@ def few_plan(
             "grouped_few" if experts else "few" if is_gated else "matmul_few"
         )
         name += "_mix" * (streams > 0)
+        name = "normed_few" if head_dim else name
         parameters = f"{matrices[0].qtype.name}, {kinds[0].lane}, {shape.rows}, {kinds[0].align}"
     elif experts:
         name = "grouped_pair"

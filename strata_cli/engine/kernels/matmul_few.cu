@@ -363,6 +363,29 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     few(work, {nullptr, first, count}, x, gate, shared);
 }
 
+// normed_few: as matmul_few, of gated_norm's output, which is made as activations are loaded
+//   x, z [T,cols] f32, norm [dim] f32
+template <int TYPE, int LANE, int ROWS, int ALIGN>
+__global__ void __maxnreg__(MOST_REGISTERS)
+    normed_few(const float *x, const float *z, const float *norm, float eps,
+               const unsigned char *data, float *out, long long, long long tokens, long long rows,
+               long long cols, long long dim, long long columns, long long teams,
+               long long team_warps, long long slots, long long slot_chunks, long long parts,
+               long long sums, long long slice, long long slices, long long part_slices,
+               long long tile_rows, long long span_shift, long long chunks) {
+    extern __shared__ uint4 shared[];
+    Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
+    work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
+    work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
+    work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
+    work.cols = static_cast<int>(cols);
+    work.number_tiles();
+    const int first = static_cast<int>(columns) * blockIdx.x;
+    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
+    const Normed gate = {z, norm, static_cast<int>(dim), eps};
+    few(work, {nullptr, first, count}, x, gate, shared);
+}
+
 #if STREAMS
 // gated_few_mix: the mix of the streams by gates that gated_few makes of silu(x / streams)
 //   normed [T,rows] f32, rows of one stream after the other -> out [T,rows / STREAMS]

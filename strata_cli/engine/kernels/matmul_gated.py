@@ -1,4 +1,4 @@
-"""Products of activations that are gated as they are loaded, for few rows on a GPU.
+"""Products of activations that are gated, or normed, as they are loaded, for few rows on a GPU.
 
 Bits are those of the gate's own kernel followed by the product; a launch and its wait are saved.
 """
@@ -19,6 +19,7 @@ from strata_cli.engine.kernels.products import WARP, Plan, dense_matrix
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight
 
+MOST_NORMED_DIM = 128  # of a head
 MOST_ROUTED_BESIDE = 4  # tokens that are routed beside a product, a warp each
 
 
@@ -94,6 +95,40 @@ def matmul_swiglu_route(
 def matmul_silu(stream: Stream, x: Tensor, divisor: int, weight: Weight, out: Tensor) -> None:
     """Enqueue ``matmul`` of silu(x / divisor), where ``can_gate``; arguments as of ``matmul``."""
     _launch(stream, x, x, divisor, weight, out)
+
+
+def can_norm(stream: Stream, x: Tensor, dim: int) -> bool:
+    """Whether ``matmul_normed`` takes heads so wide: of one token, and on a GPU."""
+    is_one = stream.shared_bytes > 0 and x.shape[0] == 1
+    return is_one and dim % 32 == 0 and dim <= MOST_NORMED_DIM
+
+
+def matmul_normed(
+    stream: Stream, x: Tensor, z: Tensor, norm: Tensor, eps: float, weight: Weight, out: Tensor
+) -> None:
+    """Enqueue ``matmul`` of what ``gated_norm`` makes of x.
+
+    Args:
+        stream: where it runs; ``can_norm`` said yes.
+        x: float32 [T, K].
+        z: as of ``gated_norm``.
+        norm: the norm's weight, float32 [dim].
+        eps: as of ``gated_norm``.
+        weight: N rows of K.
+        out: float32 [T, N], overwritten; must overlap neither.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    tokens, dim = x.shape[0], norm.shape[0]
+    _expect_gated(x, weight, out)
+    expect("normed matmul z", z, x.shape)
+    expect("normed matmul norm", norm, (dim,))
+    matrix = dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
+    plan = few_plan((matrix,), tokens, 1, stream.shared_bytes, head_dim=dim)
+    numbers = (int(weight.qtype), tokens, weight.rows, weight.cols, dim)
+    launch = plan.launch(1, 1, early=True)
+    stream.launch(gpu_kernel(plan.unit), launch, x, z, norm, eps, weight.data, out, *numbers)
 
 
 def _launch(
