@@ -105,11 +105,18 @@ struct Ring {
 // Spans that a thread claims of those that others claim, too; the next ones while it has some.
 struct Claims {
     unsigned *claimed;
+    unsigned given;  // to threads without a claim, before all others
     unsigned now, next;
     int left;
 
-    __device__ explicit Claims(unsigned *claimed) : claimed(claimed), left(CLAIM) {
+    __device__ explicit Claims(unsigned *claimed) : claimed(claimed), given(0), left(CLAIM) {
         now = claim();
+        next = claim();
+    }
+
+    // By thread `index` of so many that begin with what they are given.
+    __device__ Claims(unsigned *claimed, unsigned index, unsigned threads)
+        : claimed(claimed), given(threads * CLAIM), now(index * CLAIM), left(CLAIM) {
         next = claim();
     }
 
@@ -117,7 +124,7 @@ struct Claims {
 
     __device__ unsigned take() {
         if (!left) {
-            now = next;
+            now = given + next;  // not before: it may still be on its way
             next = claim();
             left = CLAIM;
         }

@@ -198,8 +198,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     list_blobs(blobs, looked, addresses, expert_start, first_cached, end_cached, slots, staged, own,
                ahead_slots, claimed, spans, experts, num_slots, stride);
 #if BULK
-    if (threadIdx.x == 0) {
-        Claims claims(&turn->claimed);
+    if (threadIdx.x == 0 && !blobs.total()) {
+        if (has_next && blockIdx.x == 0) tell(&next->go, BRING);
+    } else if (threadIdx.x == 0) {
+        Claims claims(&turn->claimed, blockIdx.x, gridDim.x);
         carry(ring, claims, blobs, bytes);
         const unsigned before = atomicAdd(&turn->arrived, 1u);
         if (has_next && before == gridDim.x / 2) tell(&next->go, BRING);
