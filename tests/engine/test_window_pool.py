@@ -274,6 +274,24 @@ class TestFailures:
                 answer(sequence)
         self.expect_right(engine, own_truth)
 
+    def test_a_second_interrupt_leaves_no_window_that_counts_as_read(
+        self, engine: Engine, own_truth: Floats
+    ) -> None:
+        """The next step makes all who still wait for it give up: rows may be missing."""
+        residency = engine._residency
+        with engine.sequence() as sequence:
+            sequence.prefill(PROMPT)
+            with (
+                failing(residency, ("end",), 0, KeyboardInterrupt()),
+                failing(residency, ("abandon",), 0, KeyboardInterrupt()),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                sequence.step(1)
+            assert sequence.position == len(PROMPT)
+            with pytest.raises(StateError, match="interrupted"):
+                sequence.step(1)
+        self.expect_right(engine, own_truth)
+
     def test_an_interrupted_replay_is_made_up_for(self, engine: Engine, own_truth: Floats) -> None:
         with engine.sequence() as sequence:
             sequence.prefill(PROMPT)

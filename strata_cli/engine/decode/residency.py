@@ -198,9 +198,10 @@ class Residency:
         if not self._rules.is_static and self._windows % self._rules.every == 0:
             self._is_due = True
 
-    def abandon(self) -> bool:
-        """When a window was interrupted or failed: whether its results are not whole."""
-        return self._sharing is not None and self._sharing.abandon()
+    def abandon(self) -> None:
+        """When a window was interrupted or failed: nobody need wait for it any more."""
+        if self._sharing is not None:
+            self._sharing.abandon()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

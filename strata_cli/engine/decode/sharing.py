@@ -122,12 +122,10 @@ class Sharing:
         if self._pool is not None and self._pool.is_open:
             self._pool.finish()
 
-    def abandon(self) -> bool:
-        """A window was interrupted: whether its results are not whole."""
-        if self._pool is None or not self._pool.is_open:
-            return False
-        self._pool.abandon()
-        return True
+    def abandon(self) -> None:
+        """A window was interrupted: nobody need wait for it any more."""
+        if self._pool is not None and self._pool.is_open:
+            self._pool.abandon()
 
     def count(self, ids: NDArray[np.int32], addresses: NDArray[np.int64]) -> ResidencyCounts:
         """What became of a window's experts that no slot held.

@@ -86,6 +86,7 @@ class Decoder:
         batch = Batch(num, segments, is_recorded=True)
         for state in states:  # all, before the pass of any is begun
             state.require_consistent()
+        shares = residency is not None and residency.deviates and not is_exact
         try:
             if residency is not None:
                 residency.begin(num, is_exact=is_exact)
@@ -95,15 +96,16 @@ class Decoder:
                 port.stage(ids, positions_of(batch))
                 self._forward.stream.replay(self._graph(batch, is_exact=is_exact))
                 port.mark_inputs()
-            if residency is not None:
-                residency.launched()
-            rows = port.read_logits(num)
-            if residency is not None:
-                residency.end(num, is_exact=is_exact)
+                if not shares:  # all of it will run, whatever comes; else others may give up
+                    passes.close()
+                if residency is not None:
+                    residency.launched()
+                rows = port.read_logits(num)
+                if residency is not None:
+                    residency.end(num, is_exact=is_exact)
         except BaseException:
-            if residency is not None and residency.abandon():
-                for state in states:
-                    state.is_consistent = False
+            if residency is not None:
+                residency.abandon()
             raise
         return rows
 
