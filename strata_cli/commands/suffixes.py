@@ -20,6 +20,7 @@ from strata_cli.engine.engine import Engine, Sequence
 from strata_cli.engine.reading import ReadRequest
 from strata_cli.engine.suffixes import read_suffixes
 from strata_cli.errors import ConfigError, InputError, quoted
+from strata_cli.json_objects import RepeatedKeyError, check_keys
 
 LINE_HINT = 'each line is one object: {"text": "..."} or {"tokens": [1, 2, 3]}'
 
@@ -171,7 +172,12 @@ def _encode(engine: Engine, content: str | list[int]) -> list[int]:
 def _parse(line: bytes, origin: str) -> str | list[int]:
     try:
         entry = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
+        check_keys(line)
+    except RecursionError:
+        raise InputError(f"{origin} is nested too deeply", hint=LINE_HINT) from None
+    except RepeatedKeyError as error:
+        raise InputError(f"{origin}: the key {error}", hint="name it once") from None
+    except ValueError as error:
         raise InputError(f"{origin} is not valid JSON: {error}", hint=LINE_HINT) from None
     if not isinstance(entry, dict) or len({"text", "tokens"} & entry.keys()) != 1:
         raise InputError(f"{origin} has not one of text and tokens", hint=LINE_HINT)

@@ -99,6 +99,7 @@ def test_a_dash_reads_the_suffixes_from_stdin(
         (b'{"tokens": "1"}', "line 1: tokens is not a list of whole numbers"),
         (b'{"text": "a"}\n{"text": ""}', "line 2: the suffix is empty"),
         (b'{"tokens": []}', "line 1: the suffix is empty"),
+        (b'{"text": "a", "text": "b"}', "line 1: the key 'text' is there twice"),
         (b'{"text": "a"}\n{"tokens": [8192]}', "line 2: token id 8192"),
         (b'{"tokens": [-1]}', "line 1: token id -1"),
     ],
