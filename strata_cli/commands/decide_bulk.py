@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self, TypeVar
+from typing import Any, BinaryIO, Literal, Self
 
 import click
 import orjson
@@ -17,7 +17,7 @@ import orjson
 from strata_cli import __version__
 from strata_cli.commands.logits_file import check_logits_file
 from strata_cli.commands.opening import open_engine
-from strata_cli.commands.options import written
+from strata_cli.commands.options import in_order, written
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import STDIN
 from strata_cli.commands.state_lines import file_of, open_lines, origin_of
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 HOST_LANES = 8
 
 _FILE = written(file_path)
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _NAMES = ("jsonl", "out", "bad_lines", "batch", "ray", "workers")
-_BULK_OPTIONS = (
+# The flags of BulkFlags.
+bulk_options = in_order(
     click.option(
         "--jsonl",
         callback=_FILE,
@@ -76,13 +76,6 @@ _BULK_OPTIONS = (
         help="Engines of --ray; on a host also give --threads.  [one for each machine]",
     ),
 )
-
-
-def bulk_options(command: _Command) -> _Command:
-    """Decorate a command with the flags of BulkFlags, in the order of the help."""
-    for option in reversed(_BULK_OPTIONS):
-        command = option(command)
-    return command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

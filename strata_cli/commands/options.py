@@ -29,13 +29,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-def config_options(*names: str) -> Callable[[F], F]:
-    """One option per named field, default None, then --log-level and --config.
-
-    The values arrive as keyword arguments by field name, for load_config to resolve.
-    """
-    specs = {spec.name: spec for spec in fields(StrataConfig)}
-    options = [*(_option(specs[name]) for name in (*names, "log_level")), _config_file_option()]
+def in_order(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """A decorator that gives a command arguments and options, in this order in its help."""
 
     def decorate(function: F) -> F:
         for option in reversed(options):
@@ -43,6 +38,17 @@ def config_options(*names: str) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def config_options(*names: str) -> Callable[[F], F]:
+    """One option per named field, default None, then --log-level and --config.
+
+    The values arrive as keyword arguments by field name, for load_config to resolve.
+    """
+    specs = {spec.name: spec for spec in fields(StrataConfig)}
+    return in_order(
+        *(_option(specs[name]) for name in (*names, "log_level")), _config_file_option()
+    )
 
 
 def load_config(flags: Mapping[str, Any]) -> StrataConfig:

@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import orjson
 
@@ -39,6 +40,11 @@ class PromptSource:
     chat: bool
     system: str | None
 
+    @classmethod
+    def taken_from(cls, flags: dict[str, Any]) -> Self:
+        """Take the keyword arguments that prompt_options added to a command out of all."""
+        return cls(text=flags.pop("prompt"), **{name: flags.pop(name) for name in _NAMES})
+
     def check(self) -> None:
         """Refuse flags that contradict each other.
 
@@ -66,6 +72,10 @@ class PromptSource:
         if self.text is None and not any((self.file, self.tokens, self.tokens_file)):
             return True
         return STDIN in (self.text, str(self.file), str(self.tokens_file))
+
+    def will_chat(self, prompt: str | list[int]) -> bool:
+        """Whether encode() uses the chat template for this prompt, where the model has one."""
+        return not self.raw and isinstance(prompt, str)
 
     def read(self) -> str | list[int]:
         """The prompt's text, or its token ids.
@@ -115,6 +125,9 @@ class PromptSource:
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         return encode_chat(template, tokenizer, messages, enable_thinking=False).ids
+
+
+_NAMES = ("file", "tokens", "tokens_file", "raw", "chat", "system")
 
 
 def _conflict(one: str, other: str, hint: str) -> ConfigError:

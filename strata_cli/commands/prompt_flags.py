@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from strata_cli.commands.options import written
+from strata_cli.commands.options import in_order, written
 from strata_cli.commands.prompt import argument_text
 from strata_cli.parsers import file_path
 
 _FILE = written(file_path)
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def utf8_text(_context: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -23,7 +21,8 @@ def utf8_text(_context: click.Context, param: click.Parameter, value: Any) -> An
     return None if value is None else argument_text(value, name)
 
 
-_PROMPT_OPTIONS = (
+# PROMPT and the flags of a PromptSource.
+prompt_options = in_order(
     click.argument("prompt", required=False, callback=utf8_text),
     click.option(
         "-f",
@@ -45,10 +44,3 @@ _PROMPT_OPTIONS = (
         "--system", callback=utf8_text, metavar="TEXT", help="System message in front of the chat."
     ),
 )
-
-
-def prompt_options(command: _Command) -> _Command:
-    """Decorate a command with PROMPT and the flags of a PromptSource, in the order of the help."""
-    for option in reversed(_PROMPT_OPTIONS):
-        command = option(command)
-    return command

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import click
 
-from strata_cli.commands.options import written
+from strata_cli.commands.options import in_order, written
 from strata_cli.commands.prompt import input_bytes
 from strata_cli.commands.prompt_flags import utf8_text
 from strata_cli.decisions import questions
@@ -22,7 +21,6 @@ from strata_cli.parsers import file_path, to_int
 DEFAULT_BINS = 5
 
 _FILE = written(file_path)
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +116,8 @@ class QuestionFlags:
 
 
 _NAMES = ("question", "options", "yes_no", "levels", "scale", "bins", "by_text")
-_QUESTION_OPTIONS = (
+# The flags of QuestionFlags.
+question_options = in_order(
     click.option(
         "-q", "--question", callback=utf8_text, metavar="TEXT", help="What is to be decided."
     ),
@@ -160,13 +159,6 @@ _QUESTION_OPTIONS = (
         help="JSON (or .yaml) file with several questions by id; - is stdin.",
     ),
 )
-
-
-def question_options(command: _Command) -> _Command:
-    """Decorate a command with the flags of QuestionFlags, in the order of the help."""
-    for option in reversed(_QUESTION_OPTIONS):
-        command = option(command)
-    return command
 
 
 def expected_option(text: str | None, asked: list[Question]) -> str | None:

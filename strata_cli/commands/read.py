@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import orjson
 
-from strata_cli.commands.logits_file import LogitsFile, check_logits_file
+from strata_cli.commands.logits_file import check_logits_file
 from strata_cli.commands.opening import (
     ENGINE_SETTINGS,
     SAMPLING_SETTINGS,
@@ -78,13 +77,6 @@ COUNT = written(whole_number(0))
     *ENGINE_SETTINGS, "deterministic", "reuse", *SAMPLING_SETTINGS, "state_hash", "progress"
 )
 def read(
-    prompt: str | None,
-    file: Path | None,
-    tokens: str | None,
-    tokens_file: Path | None,
-    raw: bool,
-    chat: bool,
-    system: str | None,
     top: int | None,
     allowed: tuple[str, ...],
     allowed_token_ids: str | None,
@@ -108,16 +100,8 @@ def read(
     strata read "Which of these is a fruit?" --allowed A --allowed B
     echo "Once upon a time" | strata read --raw --max-tokens 40
     """
+    source = PromptSource.taken_from(flags)
     config = load_config(flags)
-    source = PromptSource(
-        text=prompt,
-        file=file,
-        tokens=tokens,
-        tokens_file=tokens_file,
-        raw=raw,
-        chat=chat,
-        system=system,
-    )
     source.check()
     check_sampling(config, max_tokens)
     if suffixes is not None:
@@ -126,17 +110,17 @@ def read(
     require_stdout()
     inputs = input_files(config, source, config_file_of(flags))
     inputs |= suffix_input(suffixes)
-    last_file = _logits_file("--logits-out", logits_out, inputs)
-    all_file = _logits_file("--all-logits-out", all_logits_out, inputs)
-    files = {"--logits-out": last_file, "--all-logits-out": all_file}
-    outputs = {flag: file.path for flag, file in files.items() if file is not None}
+    paths = {"--logits-out": logits_out, "--all-logits-out": all_logits_out}
+    outputs = {flag: path for flag, path in paths.items() if path is not None}
+    files = {flag: check_logits_file(flag, path, inputs) for flag, path in outputs.items()}
+    last_file, all_file = map(files.get, paths)
     text_or_ids = source.read()
     suffix_file = None if suffixes is None else read_suffix_file(suffixes)
     ids_allowed = (
         [] if allowed_token_ids is None else parse_ids(allowed_token_ids, "--allowed-token-ids")
     )
     started = time.perf_counter()
-    will_chat = not raw and isinstance(text_or_ids, str)
+    will_chat = source.will_chat(text_or_ids)
     with (
         open_engine(config, will_chat=will_chat, inputs=inputs, outputs=outputs) as engine,
         engine.sequence() as sequence,
@@ -198,10 +182,6 @@ class TextWriter:
                 click.echo(as_table(self._engine, entries))
         if result.state_hash is not None:
             click.echo(result.state_hash.line())
-
-
-def _logits_file(flag: str, path: str | None, inputs: Mapping[str, str]) -> LogitsFile | None:
-    return None if path is None else check_logits_file(flag, path, inputs)
 
 
 def _top(top: int | None, has_allowed: bool, max_tokens: int) -> int:

@@ -91,13 +91,6 @@ IDENTITY_TOKENS = 64  # generated, where nothing else is asked for
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
 @config_options(*ENGINE_SETTINGS, *SAMPLING_SETTINGS, "progress")
 def trace(
-    prompt: str | None,
-    file: Path | None,
-    tokens: str | None,
-    tokens_file: Path | None,
-    raw: bool,
-    chat: bool,
-    system: str | None,
     trace_file: Path | None,
     perfetto: str | None,
     every_layer: bool,
@@ -125,16 +118,8 @@ def trace(
     STRATA_TRACE=run.jsonl strata read --file book.txt; strata trace --from run.jsonl
     strata trace --file book.txt --ab prefill=512,4096
     """
+    source = PromptSource.taken_from(flags)
     config = load_config(flags)
-    source = PromptSource(
-        text=prompt,
-        file=file,
-        tokens=tokens,
-        tokens_file=tokens_file,
-        raw=raw,
-        chat=chat,
-        system=system,
-    )
     source.check()
     _check_modes(source, trace_file, ab, identity=identity, perfetto=perfetto)
     arms_alone = {"--repeat": repeat, "--max-tokens": max_tokens}
@@ -163,7 +148,7 @@ def trace(
         _show(read_trace(path), saved, every_layer=every_layer, is_json=is_json)
         return 0
     text_or_ids = source.read()
-    will_chat = not raw and isinstance(text_or_ids, str)
+    will_chat = source.will_chat(text_or_ids)
     wanted = max_tokens if max_tokens is not None else IDENTITY_TOKENS if identity else 0
 
     def request_of(engine: Engine, config: StrataConfig) -> ReadRequest:
