@@ -278,7 +278,8 @@ def _share(
     pool = None
     if rules.has_pool:
         num_threads = options.pool_threads or pool_threads()
-        pool = WindowPool(device, store.layouts, store.host_addresses, top_k, num_threads)
+        addresses, is_host = store.host_addresses, not device.has_own_memory
+        pool = WindowPool(device, store.layouts, addresses, top_k, num_threads, is_exact=is_host)
         resources.callback(pool.close)
     return Sharing(device, forward, store, rules, pool)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from strata_cli.engine import opening
 from strata_cli.engine.engine import Engine, Part, Sequence
 from strata_cli.engine.experts import window_pool
 from strata_cli.engine.experts.adapting import AdaptRules
@@ -23,6 +24,7 @@ from strata_cli.engine.experts.window_pool import (
     WindowPool,
     balanced_share,
 )
+from strata_cli.engine.kernels.fixed_types import can_multiply
 from strata_cli.errors import DeviceError, StateError
 from tests.engine.readings import bits, open_engine, text
 from tests.engine.streams import NUM_EXPERTS, NUM_LAYERS, Way, failing, write_streamed_model
@@ -110,6 +112,29 @@ def test_on_the_host_device_the_threads_compute_the_same_bits(
         assert counts.pcie == 0 or WAYS[way].link_share != 0.0
         if counts.cpu:
             assert pool_of(engine).expert_s > 0
+
+
+@pytest.mark.skipif(not can_multiply(), reason="no AVX-512 VNNI")
+def test_in_fixed_point_the_threads_compute_nearly_the_same(
+    separate: Path, own_truth: Floats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a GPU, whose bits are others anyway; how many threads share rows changes none."""
+    answers = []
+    for threads in (1, 3):
+
+        def inexact(*args: Any, is_exact: bool, threads: int = threads) -> WindowPool:
+            assert is_exact
+            device, layouts, blobs, top_k, _ = args
+            return WindowPool(device, layouts, blobs, top_k, threads)
+
+        monkeypatch.setattr(opening, "WindowPool", inexact)
+        with ALONE.open(separate, "host") as engine, engine.sequence() as sequence:
+            sequence.prefill(PROMPT)
+            answers.append(answer(sequence))
+            assert counts_of(engine).cpu > 0
+    assert same(answers[0], answers[1])
+    assert not same(answers[0], own_truth[1:])
+    np.testing.assert_allclose(answers[0], own_truth[1:], atol=2e-4)
 
 
 def test_on_a_gpu_the_threads_compute_nearly_the_same(separate: Path, device_name: str) -> None:

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.experts.blobs import BlobLayout
+from strata_cli.engine.kernels.host_products import matrix_fields
 from strata_cli.engine.kernels.host_window import (
     HostLayers,
     Scratch,
-    matrix_fields,
     new_scratch,
     own_scratch,
     serve_window,
@@ -58,6 +58,7 @@ class WindowPool:
         top_k: experts of a token.
         num_threads: at least 1.
         patience_s: for every wait of threads and device.
+        is_exact: with the bits of the host's own products, where the device has the same.
 
     Attributes:
         mailbox: see above.
@@ -73,6 +74,8 @@ class WindowPool:
         top_k: int,
         num_threads: int,
         patience_s: float = PATIENCE_S,
+        *,
+        is_exact: bool = False,
     ) -> None:
         device.prepare([POST_PAIRS, AWAIT_ROWS, TAKE_ROWS])
         self.is_open = False
@@ -80,7 +83,7 @@ class WindowPool:
         self.patience_ns = max(1, round(patience_s * 1e9))
         self._patience_s = patience_s
         matrices = [
-            [matrix_fields(matrix) for matrix in (layout.gate, layout.up, layout.down)]
+            matrix_fields((layout.gate, layout.up, layout.down), is_exact=is_exact)
             for layout in layouts
         ]
         self._layers = HostLayers(np.ascontiguousarray(blobs), np.array(matrices, np.int64))
@@ -212,7 +215,7 @@ class _Worker:
         self._mailbox = mailbox
         self._layers = layers
         self._scratch = scratch
-        self._own = own_scratch(pairs)
+        self._own = own_scratch(pairs, layers.matrices)
         self._patience_ns = patience_ns
         self._name = f"strata-pool-{index}"
         self._thread: threading.Thread | None = None

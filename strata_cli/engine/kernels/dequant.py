@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.kernels import dequant_blocks, dequant_books
 from strata_cli.engine.kernels.dequant_lanes import Block
-from strata_cli.engine.kernels.jit import c_function, intrinsic
+from strata_cli.engine.kernels.jit import c_function, intrinsic, named_copy
 from strata_cli.engine.kernels.pointers import emit_call_decoder, emit_copy_floats
 from strata_cli.engine.kernels.row_dots import DOTS_SIGNATURE, dot_rows, has_dots
 from strata_cli.engine.model.quants import BLOCK, BlockLayout, QuantType, grid
@@ -71,10 +70,10 @@ def _build(qtype: QuantType) -> Dequantizer:
         return Dequantizer(0, 0, layout.weights, 0)
     name = qtype.name.lower()
     decoder = getattr(dequant_books, name, None) or getattr(dequant_blocks, name)
-    loop = _named(_loop, decoder, _emit_loop=_loop_over_blocks(decoder, layout))
+    loop = named_copy(_loop, decoder, _emit_loop=_loop_over_blocks(decoder, layout))
     functions = [(_SIGNATURE, loop)]
     if has_dots(layout):
-        dots = _named(_dots, decoder, "_dots", _emit_dots=dot_rows(decoder, layout))
+        dots = named_copy(_dots, decoder, "_dots", _emit_dots=dot_rows(decoder, layout))
         functions.append((DOTS_SIGNATURE, dots))
     # A thread of its own: inside the compiler Python would drop an interrupt of this one.
     with ThreadPoolExecutor(1) as compiler:
@@ -102,24 +101,6 @@ def _loop(blocks: int, weights: int, count: int, table: int) -> None:
 
 def _dots(row: int, stride: int, rows: int, x: int, blocks: int, table: int, out: int) -> None:
     _emit_dots(row, stride, rows, x, blocks, table, out)
-
-
-def _named(
-    template: Callable[..., None], decoder: Callable[[Block], None], ending: str = "", **scope: Any
-) -> Callable[..., Any]:
-    """The function to compile for a decoder: a template with names of its own.
-
-    numba keys its disk cache by a function's file, name and first line, and drops an entry when
-    the file changes. So each decoder gets copies that claim to stand where it stands.
-    """
-    assert isinstance(template, FunctionType)
-    code = template.__code__.replace(
-        co_filename=decoder.__code__.co_filename,
-        co_firstlineno=decoder.__code__.co_firstlineno,
-        co_name=decoder.__name__ + ending,
-        co_qualname=decoder.__qualname__ + ending,
-    )
-    return FunctionType(code, {**scope, "__name__": decoder.__module__})
 
 
 def _loop_over_blocks(decoder: Callable[[Block], None], layout: BlockLayout) -> Callable[..., Any]:

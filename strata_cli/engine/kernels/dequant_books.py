@@ -10,7 +10,7 @@ from strata_cli.engine.kernels import dequant_wide
 from strata_cli.engine.kernels.dequant_lanes import Block
 from strata_cli.engine.kernels.lanes import Lanes
 
-_IQ4_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def _signed(magnitudes: Lanes, signs: Lanes) -> Lanes:
@@ -140,7 +140,7 @@ def iq1_m(block: Block) -> None:
 
 def _store_pairs(block: Block, first: int, at: int, scale: Lanes) -> None:
     """32 weights from weight ``first`` on: 16 bytes of two codes at a byte."""
-    low, high = block.look_up_pairs(at, _IQ4_BOOK, scale)
+    low, high = block.look_up_pairs(at, IQ4_BOOK, scale)
     block.store(first, low)
     block.store(first + 16, high)
 

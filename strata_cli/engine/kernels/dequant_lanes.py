@@ -72,8 +72,7 @@ class Block:
         need not exist.
         """
         if self.has("f16c"):
-            half = self._builder.bitcast(bits.value, ir.HalfType())
-            return Lanes(self._builder, self._builder.fpext(half, ir.FloatType()))
+            return bits.widened()
         wide = bits.unsigned(32)
         magnitude = (wide & 0x7FFF) << 13
         exponent = wide & 0x7C00

@@ -19,7 +19,7 @@ from strata_cli.engine.kernels.dequant_lanes import Block, look_up_floats
 from strata_cli.engine.kernels.lanes import Lanes, instruction
 from strata_cli.engine.model.quants import QuantType, grid
 
-_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512vbmi", "gfni")
+FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512vbmi", "gfni")
 _I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
 _BYTES = 64  # of a register
 _HALF_BYTES, _WHOLE_BYTES = ir.VectorType(_I8, 32), ir.VectorType(_I8, _BYTES)
@@ -34,28 +34,57 @@ _LAST_SIGNS = (0, 0, 0, 4, 0, 0, 0, 8)
 
 def is_wide(block: Block) -> bool:
     """Whether these decoders run where a block is decoded."""
-    return block.has(*_FEATURES)
+    return block.has(*FEATURES)
 
 
 def iq3_xxs(block: Block) -> None:
     """Half d, 64 indices, then per 32 weights: 4 seven-bit signs and a 4-bit scale in 4 bytes."""
     words = block.integers(66, 8)
     scales = block.half(0) * ((words >> 28).floats() + 0.5) * 0.5
-    books = _books_of_pairs()
-    indices, signs = block.bytes(2, _BYTES), _signs_of_fours(block, 66)
-    firsts = _look_up_256(indices, books.first) | _combined_bits(signs, _FIRST_SIGNS)
-    lasts = _look_up_256(indices, books.last) | _combined_bits(signs, _LAST_SIGNS)
+    firsts, lasts, book = iq3_xxs_codes(block)
     # Index i has two codes in byte i of either. Side by side they are the codes in order; that
     # leaves eight times 16 bytes, of 32 weights each: by turns in these two.
     streams = [_interleaved(firsts, lasts, start) for start in (0, 8)]
     spread = [[_spread(stream, pair) for stream in streams] for pair in (0, 2)]
-    book = (*books.levels, *(-level for level in books.levels))
     for run in range(8):
         codes, scale = spread[run // 4][run % 2], scales.lane(run)
         for half in range(2):
             byte = 2 * (run // 2 % 2) + half
             shifts = [8 * byte + 4 * (lane % 2) for lane in range(16)]
             block.store(32 * run + 16 * half, look_up_floats(codes >> shifts, book, scale))
+
+
+class Codes(NamedTuple):
+    """A block's 4-bit codes: byte i has those of two of the weights 4 i .. 4 i + 4.
+
+    Attributes:
+        first, last: of the first two and of the last two, the earlier in the low half.
+        book: what codes stand for.
+    """
+
+    first: Lanes
+    last: Lanes
+    book: Sequence[int]
+
+
+def iq3_xxs_codes(block: Block) -> Codes:
+    """What a block of IQ3_XXS says, but for scales."""
+    books = _books_of_pairs()
+    indices, signs = block.bytes(2, _BYTES), _signs_of_fours(block, 66)
+    first = _look_up_256(indices, books.first) | _combined_bits(signs, _FIRST_SIGNS)
+    last = _look_up_256(indices, books.last) | _combined_bits(signs, _LAST_SIGNS)
+    return Codes(first, last, (*books.levels, *(-level for level in books.levels)))
+
+
+def look_up_64(indices: Lanes, book: Sequence[int]) -> Lanes:
+    """book[index] in each of 64 bytes, of which the lowest six bits count."""
+    return _permuted(Lanes(indices.builder, ir.Constant(_WHOLE_BYTES, list(book))), indices)
+
+
+def _permuted(values: Lanes, places: Lanes) -> Lanes:
+    """values[place] in each of 64 bytes: one instruction."""
+    name = "llvm.x86.avx512.permvar.qi.512"
+    return instruction(values.builder, name, _WHOLE_BYTES, values.value, places.value)
 
 
 class _Books(NamedTuple):
@@ -89,8 +118,7 @@ def _signs_of_fours(block: Block, at: int) -> Lanes:
     packed = block.bytes(at, 32)
     sevens = instruction(packed.builder, name, _HALF_BYTES, fields, packed.value)
     signs = _combined_bits(sevens, _EVEN_SIGNS).unsigned(16)
-    both = signs | (signs << 4)
-    return Lanes(both.builder, both.builder.bitcast(both.value, _WHOLE_BYTES))
+    return (signs | (signs << 4)).of_width(8)
 
 
 def _combined_bits(values: Lanes, masks: Sequence[int]) -> Lanes:
@@ -142,6 +170,4 @@ def _spread(stream: Lanes, pair: int) -> Lanes:
         for half in range(2)
     ]
     bytes_of = ir.Constant(_WHOLE_BYTES, order)
-    name = "llvm.x86.avx512.permvar.qi.512"
-    moved = instruction(stream.builder, name, _WHOLE_BYTES, stream.value, bytes_of)
-    return Lanes(stream.builder, stream.builder.bitcast(moved.value, ir.VectorType(_I32, 16)))
+    return _permuted(stream, Lanes(stream.builder, bytes_of)).of_width(32)

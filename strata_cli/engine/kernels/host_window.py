@@ -3,8 +3,8 @@
 Threads go through the layers side by side. In each they wait until its pairs are posted, share the
 activation, a tile of gate and of up at a time, then the tiles of down: a thread takes the next
 piece from a counter, and goes on when all pieces are done. Whoever comes late finds nothing left to
-take, so a layer's mailbox is read by those alone who compute for it. Bits are those of the host's
-products, whoever computes what.
+take, so a layer's mailbox is read by those alone who compute for it. Bits are the same whoever
+computes what.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.kernels.atomics import fetch_add, monotonic_ns, store_release
-from strata_cli.engine.kernels.dequant import dequantizer
+from strata_cli.engine.kernels.host_products import ROWS, Digits, new_digits, product
 from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
 from strata_cli.engine.kernels.mailbox import LINE, Mailbox, await_number
-from strata_cli.engine.kernels.matmul import ROW_TILE, product_items, read_only
+from strata_cli.engine.kernels.matmul import ROW_TILE, read_only
 from strata_cli.engine.kernels.pointers import address_of
 from strata_cli.engine.kernels.rows import compile_small, swiglu_row
-from strata_cli.engine.kernels.weight import WeightLayout
-from strata_cli.engine.model.quants import row_bytes
 
+Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
 GATE, UP, DOWN = 0, 1, 2
-FIELDS = 8  # of a matrix, see matrix_fields
 LINE_BYTES = 64  # of the cache: counters in lines of their own do not disturb each other
 STAGE_BYTES = 2 * LINE_BYTES  # pieces taken, and pieces done
 COUNTERS = 2 * STAGE_BYTES // 8  # of a layer, in two stages
@@ -42,7 +40,7 @@ class HostLayers(NamedTuple):
 
     Attributes:
         blobs: address of each expert's blob in host memory, int64 [L, E]; 0: not there.
-        matrices: see matrix_fields, int64 [L, 3, FIELDS]: gate, up, down.
+        matrices: see matrix_fields(), int64 [L, 3, FIELDS]: gate, up, down.
     """
 
     blobs: Longs
@@ -74,6 +72,7 @@ class OwnScratch(NamedTuple):
         numbers: 0, 1, ..., int32 [P].
         place: where each posted pair went, int32 [P].
         back: number of the window that the thread was last done with, int32 [LINE], the first.
+        digits: rows that it has made into fixed point.
     """
 
     start: Ints
@@ -82,12 +81,7 @@ class OwnScratch(NamedTuple):
     numbers: Ints
     place: Ints
     back: Ints
-
-
-def matrix_fields(layout: WeightLayout) -> list[int]:
-    """A matrix as compiled code takes it: offset, rows, columns, bytes of a row, its decoder."""
-    nbytes = row_bytes(layout.qtype, layout.cols)
-    return [layout.offset_bytes, layout.rows, layout.cols, nbytes, *dequantizer(layout.qtype)]
+    digits: Digits
 
 
 def new_scratch(num_layers: int, pairs: int, width: int) -> Scratch:
@@ -97,8 +91,8 @@ def new_scratch(num_layers: int, pairs: int, width: int) -> Scratch:
     return Scratch(counters, gate, up, np.zeros(2, np.int64))
 
 
-def own_scratch(pairs: int) -> OwnScratch:
-    """For windows of so many pairs."""
+def own_scratch(pairs: int, matrices: Longs) -> OwnScratch:
+    """For windows of so many pairs; matrices are those of HostLayers."""
     return OwnScratch(
         start=np.zeros(pairs + 1, np.int32),
         blobs=np.zeros(pairs, np.int64),
@@ -106,6 +100,7 @@ def own_scratch(pairs: int) -> OwnScratch:
         numbers=np.arange(pairs, dtype=np.int32),
         place=np.zeros(pairs, np.int32),
         back=np.zeros(LINE, np.int32),
+        digits=new_digits(matrices, pairs),
     )
 
 
@@ -158,6 +153,8 @@ def serve_window(
         read_only(own.rows),
         read_only(own.numbers),
         own.back,
+        own.digits.rooms,
+        own.digits.made,
         patience_ns,
     )
     return status == DONE
@@ -195,33 +192,8 @@ def _by_expert(
 
 
 @inline_jit
-def _product(
-    begin: int, end: int, matrix: Longs, x: int, rows: Ints, start: Ints, blobs: Longs, out: int
-) -> None:
-    """Some tiles of rows of a matrix of each expert, for the expert's pairs."""
-    product_items(
-        begin,
-        end,
-        x,
-        rows,
-        start,
-        blobs,
-        matrix[0],
-        1,
-        out,
-        matrix[1],
-        matrix[2],
-        matrix[3],
-        matrix[4],
-        matrix[5],
-        matrix[6],
-        matrix[7],
-    )
-
-
-@inline_jit
 def _tiles(matrix: Longs) -> int:
-    tiles: int = (matrix[1] + ROW_TILE - 1) // ROW_TILE
+    tiles: int = (matrix[ROWS] + ROW_TILE - 1) // ROW_TILE
     return tiles
 
 
@@ -235,19 +207,23 @@ def _activate(
     blobs: Longs,
     gate: Floats,
     up: Floats,
+    number: int,
+    rooms: Bytes,
+    made: Longs,
 ) -> int:
     """This thread's share of silu(gate) * up, in place of gate; gives the number of pieces.
 
     A piece is a tile of one expert's gate and up.
     """
-    tiles, width = _tiles(matrix[GATE]), matrix[GATE, 1]
+    tiles, width = _tiles(matrix[GATE]), matrix[GATE, ROWS]
     total, own = tiles * blobs.size, 0
     piece = fetch_add(counter, 1)
     while piece < total:
         expert, tile = piece // tiles, piece % tiles
         pairs, blob = start[expert : expert + 2], blobs[expert : expert + 1]
-        _product(tile, tile + 1, matrix[GATE], x, rows, pairs, blob, address_of(gate))
-        _product(tile, tile + 1, matrix[UP], x, rows, pairs, blob, address_of(up))
+        own_digits = number, rooms, made
+        product(tile, tile + 1, matrix[GATE], x, rows, pairs, blob, address_of(gate), *own_digits)
+        product(tile, tile + 1, matrix[UP], x, rows, pairs, blob, address_of(up), *own_digits)
         first = tile * ROW_TILE
         count = min(ROW_TILE, width - first)
         for pair in range(pairs[0], pairs[1]):
@@ -268,6 +244,9 @@ def _down(
     start: Ints,
     blobs: Longs,
     out: int,
+    number: int,
+    rooms: Bytes,
+    made: Longs,
 ) -> bool:
     """This thread's share of the last product; True for the thread that ends it.
 
@@ -281,7 +260,7 @@ def _down(
         expert, begin = piece // pieces, piece % pieces * DOWN_TILES
         pairs, blob = start[expert : expert + 2], blobs[expert : expert + 1]
         end = min(begin + DOWN_TILES, tiles)
-        _product(begin, end, matrix, gate, numbers, pairs, blob, out)
+        product(begin, end, matrix, gate, numbers, pairs, blob, out, number, rooms, made)
         own += 1
         piece = fetch_add(counter, 1)
     return own > 0 and fetch_add(counter + LINE_BYTES, own) + own == total
@@ -314,6 +293,8 @@ def _serve_window(
     tokens: Ints,
     numbers: Ints,
     back: Ints,
+    rooms: Bytes,
+    made: Longs,
     patience_ns: int,
 ) -> int:
     """What serve_window runs.
@@ -337,12 +318,15 @@ def _serve_window(
         )
         own_start, own = starts[: num + 1], addresses[:num]
         matrix, counter = matrices[layer], address_of(counters[layer])
-        total = _activate(counter, matrix, address_of(x), tokens, own_start, own, gate, up)
+        number = window * posted.shape[0] + layer
+        pairs, digits = (tokens, own_start, own), (number, rooms, made)
+        total = _activate(counter, matrix, address_of(x), *pairs, gate, up, *digits)
         if not await_number(counter + LINE_BYTES, total, stop, patience_ns):
             status = STOPPED
             break
         counter += STAGE_BYTES
-        if _down(counter, matrix[DOWN], gates, numbers, own_start, own, address_of(out)):
+        pairs = numbers, own_start, own
+        if _down(counter, matrix[DOWN], gates, *pairs, address_of(out), *digits):
             for pair in range(count):
                 place[layer, pair] = own_place[pair]
             times[0] += monotonic_ns() - began

@@ -14,6 +14,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba as numba_package
@@ -123,6 +124,24 @@ def c_function(signature: Any, function: Callable[..., Any]) -> Any:
         except OSError as error:
             _keeper.give_up(error)
     return _c_function(signature, function, cache=False)
+
+
+def named_copy(
+    template: Callable[..., None], origin: Callable[..., Any], ending: str = "", **scope: Any
+) -> Callable[..., None]:
+    """A function to compile for another one: a template, and what it calls, in a scope of its own.
+
+    numba keys its disk cache by a function's file, name and first line, and drops an entry when
+    the file changes. So each copy claims to stand where its origin stands.
+    """
+    assert isinstance(template, FunctionType)
+    code = template.__code__.replace(
+        co_filename=origin.__code__.co_filename,
+        co_firstlineno=origin.__code__.co_firstlineno,
+        co_name=origin.__name__ + ending,
+        co_qualname=origin.__qualname__ + ending,
+    )
+    return FunctionType(code, {**scope, "__name__": origin.__module__})
 
 
 def _c_function(signature: Any, function: Callable[..., Any], *, cache: bool) -> Any:

@@ -110,6 +110,17 @@ class Lanes:
         convert = self.builder.zext if bits > _bits(self.value.type) else self.builder.trunc
         return self._new(convert(self.value, kind))
 
+    def of_width(self, bits: int) -> Lanes:
+        """An integer vector's bits as lanes of another width."""
+        kind = self.value.type
+        count = kind.count * kind.element.width // bits
+        return self._new(self.builder.bitcast(self.value, ir.VectorType(ir.IntType(bits), count)))
+
+    def widened(self) -> Lanes:
+        """16-bit integers read as IEEE halves, as float32; where the processor does that."""
+        halves = self.builder.bitcast(self.value, _with_element(self.value.type, ir.HalfType()))
+        return self._new(self.builder.fpext(halves, _with_element(self.value.type, _FLOAT)))
+
     def floats(self) -> Lanes:
         """Signed integers as float32."""
         kind = self.value.type
@@ -230,6 +241,11 @@ def _call(name: str, *operands: Lanes) -> Lanes:
 def fma(a: Lanes, b: Operand, c: Operand) -> Lanes:
     """a * b + c in float32 with one rounding; a has the type of the result."""
     return _call("fma", a, *(Lanes(a.builder, a._match(x)[1]) for x in (b, c)))
+
+
+def nearest(x: Lanes) -> Lanes:
+    """The nearest whole number, the even one of two."""
+    return _call("roundeven", x)
 
 
 def floor(x: Lanes) -> Lanes:

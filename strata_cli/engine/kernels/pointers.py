@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -60,8 +61,43 @@ def emit_call_decoder(
     builder: Any, function: Any, blocks: Any, weights: Any, count: Any, table: Any
 ) -> None:
     """Emit a call of ``void function(int64 blocks, int64 weights, int64 count, int64 table)``."""
-    kind = ir.FunctionType(ir.VoidType(), [_I64] * 4)
-    builder.call(builder.inttoptr(function, kind.as_pointer()), [blocks, weights, count, table])
+    _emit_call(builder, function, [blocks, weights, count, table])
+
+
+def _emit_call(builder: Any, function: Any, operands: Sequence[Any]) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * len(operands))
+    builder.call(builder.inttoptr(function, kind.as_pointer()), operands)
+
+
+@intrinsic
+def call_digits(_typing: Any, _function: Any, _x: Any, _pieces: Any, _out: Any) -> Any:
+    """Call what makes a type's digits; takes its address, and what fixed_dots.py says."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        _emit_call(builder, args[0], args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), generate
+
+
+@intrinsic
+def call_fixed_dots(
+    _typing: Any,
+    _function: Any,
+    _row: Any,
+    _stride: Any,
+    _rows: Any,
+    _digits: Any,
+    _pieces: Any,
+    _out: Any,
+) -> Any:
+    """Call a type's dots in fixed point; takes their address, and what fixed_dots.py says."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        _emit_call(builder, args[0], args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 7), generate
 
 
 @intrinsic
@@ -79,9 +115,7 @@ def call_dots(
     """Call a type's dot products; takes its address, and what row_dots.py says."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        function, *operands = args
-        kind = ir.FunctionType(ir.VoidType(), [_I64] * len(operands))
-        builder.call(builder.inttoptr(function, kind.as_pointer()), operands)
+        _emit_call(builder, args[0], args[1:])
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 8), generate

@@ -9,7 +9,7 @@ other; what is decoded of one is at most a block ahead of its sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -71,31 +71,68 @@ def emit_dots(
     """Emit the loops of dot_rows() for a processor with these features."""
     first, stride, rows, x, blocks, table, out = args
     table = builder.inttoptr(table, _I8.as_pointer())
+
+    def add_block(source: Value, index: Value, start: Value) -> Value:
+        at = builder.add(x, _times(builder, index, 4 * layout.weights))
+        sums = _Sums(builder, builder.inttoptr(at, _FLOAT.as_pointer()), start)
+        decoder(_DotBlock(builder, source, sums, table, features))
+        return sums.value
+
+    emit_rows(builder, RowLoop(first, stride, rows, blocks, out), layout.nbytes, add_block)
+
+
+class RowLoop(NamedTuple):
+    """What emit_rows() goes through: LLVM values.
+
+    Attributes:
+        first, stride: address of the first row, and bytes from one to the next.
+        rows: how many.
+        blocks: of each.
+        out: address of an output for each row.
+    """
+
+    first: Value
+    stride: Value
+    rows: Value
+    blocks: Value
+    out: Value
+
+
+def emit_rows(
+    builder: Any,
+    loop: RowLoop,
+    nbytes: int,
+    add_block: Callable[[Value, Value, Value], Value],
+    finish: Callable[[Lanes], Lanes] = lambda total: total,
+) -> None:
+    """Emit a loop over rows, some together, and blocks of so many bytes.
+
+    ``add_block(source, index, sums)`` emits what a block at a pointer adds to a row's 16 sums;
+    ``finish(total)``, what is done with the sum of these.
+    """
     cells = cgutils.alloca_once(builder, _SUMS, size=_TOGETHER)
     together = ir.Constant(_I64, _TOGETHER)
-    with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), rows, together, inc=True) as loop:
-        row = loop[0]
-        left = builder.sub(rows, row)
+    zero = ir.Constant(_I64, 0)
+    with cgutils.for_range_slice(builder, zero, loop.rows, together, inc=True) as (row, _):
+        left = builder.sub(loop.rows, row)
         count = builder.select(builder.icmp_signed("<", left, together), left, together)
-        source = builder.add(first, builder.mul(row, stride))
+        source = builder.add(loop.first, builder.mul(row, loop.stride))
         _clear(builder, cells)
-        with cgutils.for_range(builder, blocks) as block:
-            at = builder.add(source, _times(builder, block.index, layout.nbytes))
-            of_x = builder.add(x, _times(builder, block.index, 4 * layout.weights))
-            of_x = builder.inttoptr(of_x, _FLOAT.as_pointer())
+        with cgutils.for_range(builder, loop.blocks) as block:
+            at = builder.add(source, _times(builder, block.index, nbytes))
             with cgutils.for_range(builder, count) as each:
                 cell = builder.gep(cells, [each.index])
-                own = builder.add(at, builder.mul(each.index, stride))
-                _prefetch(builder, builder.add(own, builder.mul(stride, together)), layout.nbytes)
-                sums = _Sums(builder, of_x, builder.load(cell))
-                source_of = builder.inttoptr(own, _I8.as_pointer())
-                decoder(_DotBlock(builder, source_of, sums, table, features))
-                builder.store(sums.value, cell)
-        to = builder.inttoptr(builder.add(out, _times(builder, row, 4)), _FLOAT.as_pointer())
+                own = builder.add(at, builder.mul(each.index, loop.stride))
+                following = builder.add(own, builder.mul(loop.stride, together))
+                _prefetch(builder, following, nbytes)
+                pointer = builder.inttoptr(own, _I8.as_pointer())
+                builder.store(add_block(pointer, block.index, builder.load(cell)), cell)
+        to = builder.add(loop.out, _times(builder, row, 4))
+        to = builder.inttoptr(to, _FLOAT.as_pointer())
         with cgutils.for_range(builder, count) as each:
             lanes = builder.load(builder.gep(cells, [each.index]))
-            total = builder.extract_element(fold_lanes(builder, [lanes]), ir.Constant(_I32, 0))
-            builder.store(total, builder.gep(to, [each.index]))
+            total = Lanes(builder, fold_lanes(builder, [lanes])).lane(0)
+            builder.store(finish(total).value, builder.gep(to, [each.index]))
 
 
 def _times(builder: Any, index: Value, factor: int) -> Value:
