@@ -22,7 +22,8 @@ R14 a chunk's gate starts unpublished; a layer is published at most once
 R15 the consumer's waits, reads and releases are the same with skipping switched off
 R16 every shape of chunk terminates
 R17 one wait covers a group, and one used event releases all its slots
-R18 what is unlikely and not published joins fewer than `ahead` unfinished copies
+R18 what is unlikely and not published joins fewer than `ahead` unfinished copies, and fewer than
+    half as many of its own batch
 
 R11 to R15 compare runs or need threads: the tests of those names do that.
 """
@@ -499,12 +500,15 @@ class World:
     def _check_ahead(self, batch: Sequence[int], queued: int) -> None:
         if self.case.num_likely is None:
             return
-        for unfinished, k in enumerate(batch, queued - len(batch)):
+        before = queued - len(batch)
+        for unfinished, k in enumerate(batch, before):
             layer = self.entries.layers[k]
             at = k - self.entries.starts[layer]
             if layer not in self.published and at >= self.case.num_likely[layer]:
                 what = f"entry {k} joins {unfinished} copies, ahead is {self.case.ahead}"
-                require("R18", unfinished < self.case.ahead, what)
+                more = unfinished - before
+                is_half = not more or 2 * more < self.case.ahead
+                require("R18", unfinished < self.case.ahead and is_half, what)
 
     def has_landed(self, k: int) -> bool:
         return self._link.has_landed(k)
