@@ -170,6 +170,8 @@ def _encode(engine: Engine, content: str | list[int]) -> list[int]:
 
 
 def _parse(line: bytes, origin: str) -> str | list[int]:
+    if not line.strip():
+        raise InputError(f"{origin} is empty", hint=LINE_HINT)
     try:
         entry = orjson.loads(line)
         check_keys(line)

@@ -87,7 +87,8 @@ def test_a_dash_reads_the_suffixes_from_stdin(
     ("content", "message"),
     [
         (b"", "has no suffixes"),
-        (b'{"text": "a"}\n\n{"text": "b"}\n', "line 2 is not valid JSON"),
+        (b'{"text": "a"}\n\n{"text": "b"}\n', "line 2 is empty"),
+        (b'{"text": "a"}\n \r\n', "line 2 is empty"),
         (b'{"text": "a"}\n{"text"', "line 2 is not valid JSON"),
         (b'{"text": "\xff"}', "line 1 is not valid JSON"),
         (b"[1, 2]", "line 1 has not one of text and tokens"),
