@@ -6,7 +6,7 @@ import click
 
 from strata_cli.config import field_names, flag_of, variable_of
 from tools.generate_docs import PAGES, cli_page, settings_page, stale_pages, write_pages
-from tools.rooms_page import PACKAGE, ROOMS, first_sentence
+from tools.rooms_page import BESIDE, ROOMS, ROOT, first_sentence
 
 
 def test_every_setting_has_a_row_with_its_names() -> None:
@@ -49,9 +49,16 @@ def test_pages_are_stale_when_missing_or_changed_and_fresh_when_written(tmp_path
     assert stale_pages(tmp_path) == ["settings.md"]
 
 
-def test_every_file_has_its_line_in_a_room() -> None:
-    files = [path for suffix in ("py", "cu", "cuh") for path in PACKAGE.rglob(f"*.{suffix}")]
-    assert {path.parent for path in files} == {PACKAGE / room for room in ROOMS}
+def test_every_file_has_its_line() -> None:
+    files = [
+        path
+        for folder in ("strata_cli", "benchmarks", "tools")
+        for suffix in ("py", "cu", "cuh", "md")
+        for path in (ROOT / folder).rglob(f"*.{suffix}")
+        if path.name != "README.md"
+    ]
+    folders = {str(path.parent.relative_to(ROOT)) for path in files}
+    assert folders == {*ROOMS, *BESIDE}
     page = PAGES["rooms.md"]()
     for path in files:
         assert first_sentence(path), path
