@@ -118,8 +118,8 @@ class Product(NamedTuple):
 
 def product(kernel: Kernel, args: tuple[KernelArgument, ...]) -> Product | None:
     """The matrices of a dense or grouped product; None for other kernels."""
-    name = kernel.name.removeprefix("gated_").partition("<")[0]
-    numbers = [int(a) for a in args if not isinstance(a, Tensor)]
+    name = kernel.name.removeprefix("gated_").removeprefix("normed_").partition("<")[0]
+    numbers = [a for a in args if isinstance(a, int)]
     if name == SEVERAL:  # x, then weights and outputs in turn
         return Product(
             None, tuple(out.shape[1] for out in operands(kernel, args)[2::2]), numbers[1]

@@ -295,28 +295,147 @@ __device__ inline float gated(const Column &whole, float gate) {
     return gated(whole.sum, inverse_fast(whole.weight), gate);
 }
 
+constexpr int JOIN_THREADS = 64;  // a thread for each of a round's parts, and for each column
+constexpr int ROUND = JOIN_THREADS;
+
+// How a round's parts join, which is the same for all columns. Their units, scores and the largest
+// up to each lie behind those of the UNIT parts before the round.
+struct Joints {
+    int unit[UNIT + ROUND];
+    float largest[UNIT + ROUND], up_to[UNIT + ROUND];
+    float2 scales[ROUND];  // of the part's unit, and of the part
+    float weight[ROUND];
+    float2 unit_scales[ROUND];  // of the whole, and of a unit that ends with the part
+    bool ends_unit[ROUND];
+    alignas(16) float sums[ROUND][JOIN_THREADS];
+
+    // Starts copying the block's columns of a round's parts, `apart` floats from one to the next.
+    __device__ void bring(const float *from, long long apart, int parts, int columns) {
+        constexpr int CHUNKS = JOIN_THREADS / 4;
+        if (is_wide(columns, from) && apart % 4 == 0) {
+            for (int i = threadIdx.x; i < parts * CHUNKS; i += JOIN_THREADS) {
+                const int part = i / CHUNKS, column = i % CHUNKS * 4;
+                if (column < columns) copy_async(&sums[part][column], from + part * apart + column);
+            }
+        } else if (static_cast<int>(threadIdx.x) < columns) {
+#pragma unroll 8
+            for (int part = 0; part < parts; part++)
+                sums[part][threadIdx.x] = from[part * apart + threadIdx.x];
+        }
+        commit_copies();
+    }
+
+    // The largest of all parts up to the thread's own, whose score that is.
+    __device__ float largest_up_to(float own) {
+        const int lane = threadIdx.x & 31;
+        for (int step = 1; step < 32; step *= 2) {
+            const float below = __shfl_up_sync(ALL_LANES, own, step);
+            if (lane >= step) own = fmaxf(own, below);
+        }
+        __shared__ float of_warps[JOIN_THREADS / 32];
+        if (lane == 31) of_warps[threadIdx.x / 32] = own;
+        __syncthreads();
+        for (int warp = 0; warp < static_cast<int>(threadIdx.x) / 32; warp++)
+            own = fmaxf(own, of_warps[warp]);
+        return fmaxf(own, up_to[UNIT - 1]);
+    }
+
+    // Before the first round: no part has been.
+    __device__ void begin() {
+        if (threadIdx.x >= UNIT) return;
+        unit[threadIdx.x] = -1;
+        largest[threadIdx.x] = up_to[threadIdx.x] = lowest();
+    }
+
+    // The thread's own part of the round: its number, that of the next one or -1, its largest score
+    // and its weights' sum.
+    __device__ void join(int number, int next, float score, float own_weight) {
+        const int own = UNIT + static_cast<int>(threadIdx.x), own_unit = number / UNIT;
+        unit[own] = own_unit, largest[own] = score, weight[threadIdx.x] = own_weight;
+        __syncthreads();
+        up_to[own] = largest_up_to(score);
+        float before = lowest();  // the largest of the unit's parts ahead of this one
+        int first = own;          // the unit's first part
+#pragma unroll
+        for (int back = 1; back < UNIT; back++) {
+            if (unit[own - back] != own_unit) continue;
+            before = fmaxf(before, largest[own - back]);
+            first = own - back;
+        }
+        const Scales of_part = Scales::of(before, score);
+        scales[threadIdx.x] = make_float2(of_part.keep, of_part.add);
+        ends_unit[threadIdx.x] = next < 0 || next / UNIT != own_unit;
+        __syncthreads();
+        const Scales of_unit = Scales::of(up_to[first - 1], of_part.largest);
+        unit_scales[threadIdx.x] = make_float2(of_unit.keep, of_unit.add);
+    }
+
+    // Behind a round: its last parts are those before the next one.
+    __device__ void go_on() {
+        __syncthreads();
+        if (threadIdx.x < UNIT) {
+            unit[threadIdx.x] = unit[ROUND + threadIdx.x];
+            largest[threadIdx.x] = largest[ROUND + threadIdx.x];
+            up_to[threadIdx.x] = up_to[ROUND + threadIdx.x];
+        }
+        __syncthreads();
+    }
+};
+
 // join_parts: a token's parts to units and these to the whole, in ascending order, then the
 // division and the gate
 //   arguments as attend's; sums as PartSums
-//   grid (H, N / block, T), a thread per column; reads 4 * N*H bytes per part and token
+//   grid (H, N / JOIN_THREADS, T), block JOIN_THREADS; reads 4 * N*H bytes per part and token. What
+//   each part is scaled by is found at once, so that but two multiply-adds depend on those before.
 extern "C" __global__ void join_parts(const float *, const float *gate, const unsigned short *,
                                       const unsigned short *, const int *, const int *, const int *,
                                       long long, float *sums, float *out, long long num_tokens,
                                       long long num_heads, long long dim, long long most_parts) {
+    __shared__ Joints joints;
     start_early();
     const long long head = blockIdx.x, token = blockIdx.z, at = token * num_heads + head;
-    const long long column = blockIdx.y * blockDim.x + threadIdx.x;
-    if (column >= dim) return;
+    const int own = threadIdx.x, first_column = blockIdx.y * JOIN_THREADS;
+    const int column = min(first_column + own, static_cast<int>(dim) - 1);
+    const int parts = static_cast<int>(most_parts);
     const float own_gate = gate[(2 * at + 1) * dim + column];
     const PartSums from = {sums, num_tokens, most_parts, num_heads, dim};
     const int *numbers = from.numbers() + token * most_parts;
     const float *scores = from.scores();
-    const Column whole = join_all<UNIT, 16>(from.counts()[token], [&](int part) -> Piece {
+    float weight = 0.0f, sum = 0.0f, whole_weight = 0.0f, whole = 0.0f;  // of the unit; of all
+    // Also those of parts that the token does not have: not to wait for their number.
+    const auto bring = [&](int base) {
+        joints.bring(sums + from.row(token, base, head) * dim + first_column, num_heads * dim,
+                     min(ROUND, parts - base), static_cast<int>(dim) - first_column);
+    };
+    bring(0);
+    const int count = from.counts()[token];
+    joints.begin();
+    for (int base = 0; base < count; base += ROUND) {
+        if (base) bring(base);
+        const int part = min(base + own, parts - 1), next = min(part + 1, parts - 1);
         const long long row = from.row(token, part, head);
-        const Column own = {scores[2 * row], scores[2 * row + 1], sums[row * dim + column]};
-        return {own, numbers[part]};
-    });
-    out[at * dim + column] = gated(whole, own_gate);
+        const int number = numbers[part], next_number = numbers[next];
+        const float score = scores[2 * row], own_weight = scores[2 * row + 1];
+        joints.join(number, base + own + 1 < count ? next_number : -1, score, own_weight);
+        wait_copies<0>();
+        __syncthreads();
+#pragma unroll 8
+        for (int i = 0; i < min(ROUND, count - base); i++) {
+            const float2 scales = joints.scales[i];
+            const float other = joints.weight[i];
+            weight = joined(weight, scales.x, other, scales.y);
+            // Of a part of which nothing was seen, nothing was written.
+            sum = joined(sum, scales.x, other == 0.0f ? 0.0f : joints.sums[i][own], scales.y);
+            if (!joints.ends_unit[i]) continue;
+            const float2 of_unit = joints.unit_scales[i];
+            whole_weight = joined(whole_weight, of_unit.x, weight, of_unit.y);
+            whole = joined(whole, of_unit.x, sum, of_unit.y);
+            weight = sum = 0.0f;
+        }
+        if (base + ROUND < count) joints.go_on();
+    }
+    if (first_column + own < dim)
+        out[at * dim + column] = gated(whole, inverse_fast(whole_weight), own_gate);
 }
 
 // join_units: a token's units as attend<..., true> left them, as above
