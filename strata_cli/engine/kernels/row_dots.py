@@ -26,6 +26,7 @@ _FLOAT, _I8, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntT
 _SUMS = ir.VectorType(_FLOAT, LANES)
 _TOGETHER = 4  # rows
 _LINE_BYTES = 64
+_AHEAD_BYTES = 4096  # at least so far before they are needed, bytes are asked for
 
 Value = Any  # an LLVM value
 
@@ -113,6 +114,9 @@ def emit_rows(
     cells = cgutils.alloca_once(builder, _SUMS, size=_TOGETHER)
     together = ir.Constant(_I64, _TOGETHER)
     zero = ir.Constant(_I64, 0)
+    step = builder.mul(loop.stride, together)
+    steps = builder.add(builder.sdiv(ir.Constant(_I64, _AHEAD_BYTES), step), ir.Constant(_I64, 1))
+    ahead = builder.mul(step, steps)
     with cgutils.for_range_slice(builder, zero, loop.rows, together, inc=True) as (row, _):
         left = builder.sub(loop.rows, row)
         count = builder.select(builder.icmp_signed("<", left, together), left, together)
@@ -123,8 +127,7 @@ def emit_rows(
             with cgutils.for_range(builder, count) as each:
                 cell = builder.gep(cells, [each.index])
                 own = builder.add(at, builder.mul(each.index, loop.stride))
-                following = builder.add(own, builder.mul(loop.stride, together))
-                _prefetch(builder, following, nbytes)
+                _prefetch(builder, builder.add(own, ahead), nbytes)
                 pointer = builder.inttoptr(own, _I8.as_pointer())
                 builder.store(add_block(pointer, block.index, builder.load(cell)), cell)
         to = builder.add(loop.out, _times(builder, row, 4))
@@ -146,12 +149,12 @@ def _clear(builder: Any, cells: Value) -> None:
 
 
 def _prefetch(builder: Any, address: Value, nbytes: int) -> None:
-    """What the next rows need: hardware notices rows this short too late."""
+    """What later rows need: hardware notices rows this short too late."""
     kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     for offset in range(0, nbytes, _LINE_BYTES):
         at = builder.inttoptr(builder.add(address, ir.Constant(_I64, offset)), _I8.as_pointer())
-        read, near, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
+        read, near, data = (ir.Constant(_I32, value) for value in (0, 2, 1))
         builder.call(function, [at, read, near, data])
 
 
