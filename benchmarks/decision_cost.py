@@ -1,7 +1,7 @@
 """What a decision costs beside one read of its prompt.
 
     PYTHONPATH=. python benchmarks/decision_cost.py [--tokens N] [--options K] [--words N]
-        [--runs N] [--device NAME] [--model PATH] [--max-context N] [--json]
+        [--runs N] [--device NAME] [--model PATH] [--slots N] [--max-context N] [--json]
 
 A state of about N tokens and a question of K options, 26 at most, each of so many words: L0 reads
 the state once and K orders of the options behind it. Taken in turns with one fresh read of one
@@ -20,10 +20,10 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.figures import seconds
 from strata_cli.decisions import questions
 from strata_cli.decisions.decider import Decider
 from strata_cli.decisions.rules import DecisionRules
@@ -64,12 +64,6 @@ def commit() -> str | None:
         return None
     command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-
-
-def seconds(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
 
 
 def measure(engine: Engine, arguments: argparse.Namespace) -> dict[str, object]:
@@ -120,6 +114,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--device", default="host")
     parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--slots", type=int, help="of the expert cache")
     parser.add_argument("--max-context", type=int, default=8192)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -129,6 +124,7 @@ def main() -> None:
             model=path,
             device=arguments.device,
             max_context=arguments.max_context,
+            expert_cache=arguments.slots,
             will_chat=True,
         )
         with Engine.open(options) as engine:
