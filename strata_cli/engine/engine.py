@@ -302,8 +302,13 @@ class Engine:
             assert row is not None
             yield row
 
-    def check(self, ids: list[int], position: int = 0) -> None:
+    def check(self, ids: list[int], position: int = 0, known: int = 0) -> None:
         """Refuse tokens that cannot be read from a position on.
+
+        Args:
+            ids: the tokens.
+            position: where they would be read.
+            known: so many of the first ones were read before, and are not looked at.
 
         Raises:
             InputError: there are none, one is outside the vocabulary, or they do not fit.
@@ -311,7 +316,8 @@ class Engine:
         vocab, context = self.spec.vocab_size, self.context_tokens
         if not ids:
             raise InputError("nothing to read: the prompt has no tokens", hint="give some text")
-        if min(ids) < 0 or max(ids) >= vocab:  # each is looked at only to say which one it is
+        new = ids[known:] if known else ids
+        if new and (min(new) < 0 or max(new) >= vocab):  # looked at one by one only to name it
             number, token_id = next(
                 (number, token_id)
                 for number, token_id in enumerate(ids, 1)

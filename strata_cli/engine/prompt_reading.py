@@ -106,4 +106,6 @@ class PromptReading:
         is_kept = self._position in self._stops and (self._keeps_end or not self.is_over)
         if is_kept and self._cache.rules.prompt_cache:
             end = self.logits.copy() if self.is_over and self.logits is not None else None
-            self._cache.add(Checkpoint(self.sequence.snapshot(), end))
+            # Whoever waits for logits has them: what they make of them runs beside the copies.
+            snapshot = self.sequence.snapshot(waits=end is None)
+            self._cache.add(Checkpoint(snapshot, end))

@@ -137,15 +137,18 @@ class Sequence:
         )
         return rows
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, waits: bool = True) -> Snapshot:
         """The state at this position, for restore(). K/V is positional and is not copied.
+
+        Args:
+            waits: until it is copied. It may be restored before, on its engine's stream.
 
         Raises:
             StateError: an earlier call was interrupted halfway.
         """
         self._require_open()
         self._state.require_consistent()
-        return self._state.snapshot()
+        return self._state.snapshot(waits=waits)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Rewind to a snapshot of this sequence; mends one that was interrupted halfway.

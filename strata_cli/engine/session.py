@@ -123,10 +123,11 @@ class Session:
         Raises:
             InputError: see Engine.check; nothing has changed then.
         """
+        common = common_tokens(self.sequence.cached_ids, ids)
         if ids or wants_logits:
-            self.engine.check(ids)
+            self.engine.check(ids, known=common)
         # A prefix that is read for its own sake ends where its prompts part.
-        parting = common_tokens(self.sequence.cached_ids, ids) if wants_logits else 0
+        parting = common if wants_logits else 0
         kept = self._go_to(self._want(ids, logits=wants_logits), reuse=reuse)
         logits = None
         if wants_logits and self.sequence.position == len(ids):
@@ -295,7 +296,8 @@ class Session:
     def _rewind(self, kept: Checkpoint) -> None:
         self.cache.touch(kept)
         sequence = self.sequence
-        is_there = sequence.is_consistent and sequence.ids == kept.ids
+        is_at = sequence.position == kept.position
+        is_there = is_at and sequence.is_consistent and sequence.ids == kept.ids
         if not is_there or sequence.is_exact < kept.is_exact(sequence.exact_rows):
             sequence.restore(kept.snapshot)
 
@@ -309,9 +311,10 @@ class Session:
 
     def _park_live(self, ids: Ids[int]) -> None:
         """Keep the live conversation, if a prompt takes enough of it away."""
+        if not self.conversations.budget_bytes:
+            return
         sequence, live = self.sequence, self.sequence.cached_ids
-        lost = len(live) - common_tokens(live, ids)
-        if not self.conversations.budget_bytes or lost < self._rules.least_parked_tokens:
+        if len(live) - common_tokens(live, ids) < self._rules.least_parked_tokens:
             return
         checkpoints = self.cache.checkpoints
         is_known = any(

@@ -116,8 +116,13 @@ def test_keys_that_an_interrupted_pass_overwrote_do_not_count(
         sequence.restore(start)
 
 
-@pytest.mark.parametrize(("mend", "operation"), [("restore", "copy"), ("reset", "fill")])
-@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("mend", "operation", "after"),
+    [
+        *(("restore", "copy_many", 0), ("restore", "record", 0)),
+        *(("reset", "fill", after) for after in (0, 1, 3)),
+    ],
+)
 def test_mending_that_is_interrupted_can_be_done_again(
     engine: Engine,
     truth: Truth,

@@ -81,3 +81,24 @@ def test_ordinary_memory_serves_where_no_more_can_be_locked(
     scene.set(3)
     parts, _lease = scene.room.copy(scene.tensors)
     assert all((part == 3).all() for part in parts)
+
+
+def test_nobody_need_wait_for_copies_out_and_back(scene: Scene) -> None:
+    scene.set(4)
+    parts, lease = scene.room.copy(scene.tensors, waits=False)
+    scene.set(5)
+    scene.room.put_back(scene.tensors, parts, lease)
+    del parts, lease  # the room holds the block for as long as the copies need it
+    again, _lease = scene.room.copy(scene.tensors)
+    assert all((part == 4).all() for part in again)
+
+
+def test_a_block_stays_while_copies_use_it(scene: Scene) -> None:
+    held = [scene.room.copy(scene.tensors, waits=False) for _ in range(MOST_UNUSED + 2)]
+    held.clear()
+    scene.stream.synchronize()
+    scene.room.copy(scene.tensors, waits=False)
+    assert len(scene.room._under_way) == 1
+    scene.room.close()
+    assert not scene.room._under_way
+    assert not scene.room._unused

@@ -2,17 +2,21 @@
 
 A GPU copies to page-locked memory at the link's rate, to other memory through a buffer of its
 driver, at a tenth of that. Locking memory takes longer than such a copy, so it stays locked.
+
+Copies out and back run on the one stream that uses the state, so that each sees what those ahead of
+it left, and nobody need wait for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.device.base import Buffer, Device, Stream, Tensor
+from strata_cli.engine.device.base import Buffer, Device, Event, Stream, Tensor
 from strata_cli.engine.device.transfer import host_tensor
 from strata_cli.errors import OutOfMemory
 
@@ -45,26 +49,56 @@ class SnapshotRoom:
         self._device = device
         self._stream = stream
         self._unused: list[Buffer] = []
+        self._under_way: list[tuple[Event, Lease]] = []
         self._is_closed = False
 
-    def copy(self, tensors: Sequence[Tensor]) -> tuple[tuple[NDArray[Any], ...], Lease]:
-        """Copies of tensors, which are whole as long as the lease lives. Waits for the stream."""
-        offsets = np.cumsum([0, *(-(-t.nbytes // ALIGN_BYTES) * ALIGN_BYTES for t in tensors)])
-        lease = Lease(self, self._block(int(offsets[-1])))
-        pairs = [
-            (Tensor.over(lease.buffer, t.shape, t.dtype, int(offset)), t)
-            for t, offset in zip(tensors, offsets[:-1], strict=True)
-        ]
-        self._stream.copy_many([pair for pair in pairs if pair[1].nbytes])
-        self._stream.synchronize()
-        return tuple(to.numpy() for to, _ in pairs), lease
+    def copy(
+        self, tensors: Sequence[Tensor], *, waits: bool = True
+    ) -> tuple[tuple[NDArray[Any], ...], Lease]:
+        """Copies of tensors, which are whole as long as the lease lives.
 
-    def put_back(self, tensors: Sequence[Tensor], parts: Sequence[NDArray[Any]]) -> None:
-        """Copy such copies, wherever they lie now, over their tensors. Waits for the stream."""
+        Args:
+            tensors: the same ones every time.
+            waits: for the stream; else only what runs on it behind this may read the copies.
+        """
+        lease = Lease(self, self._block(_offsets(tensors)[-1]))
+        copies = _windows(lease.buffer, tensors)
+        pairs = [(to, t) for to, t in zip(copies, tensors, strict=True) if t.nbytes]
+        self._stream.copy_many(pairs)
+        if waits:
+            self._stream.synchronize()
+        else:
+            self._hold(lease)
+        return tuple(to.numpy() for to in copies), lease
+
+    def put_back(
+        self, tensors: Sequence[Tensor], parts: Sequence[NDArray[Any]], lease: Lease | None
+    ) -> None:
+        """Copy such copies, wherever they lie now, over their tensors.
+
+        Args:
+            tensors: as they were copied.
+            parts: the copies.
+            lease: of the memory that they are in; None: of their own, which is waited for.
+        """
+        if lease is not None:
+            copies = _windows(lease.buffer, tensors)
+            self._stream.copy_many(
+                [(t, c) for t, c in zip(tensors, copies, strict=True) if t.nbytes]
+            )
+            self._hold(lease)
+            return
         for tensor, part in zip(tensors, parts, strict=True):
             if tensor.nbytes:
                 self._stream.copy(tensor, host_tensor(self._device, np.ascontiguousarray(part)))
         self._stream.synchronize()
+
+    def _hold(self, lease: Lease) -> None:
+        """Keep a block until what is enqueued has used it: locked memory must not go before."""
+        self._under_way = [each for each in self._under_way if not each[0].query()]
+        event = self._device.event()
+        self._stream.record(event)
+        self._under_way.append((event, lease))
 
     def give_back(self, buffer: Buffer) -> None:
         """For a lease that ends: its block may be used again."""
@@ -76,6 +110,9 @@ class SnapshotRoom:
     def close(self) -> None:
         """Give back what nobody uses; the rest follows as leases end. Safe to call twice."""
         self._is_closed = True
+        if self._under_way:
+            self._stream.synchronize()
+            self._under_way.clear()
         while self._unused:
             self._unused.pop().close()
 
@@ -96,3 +133,17 @@ class SnapshotRoom:
             return self._device.allocate_pinned(max(nbytes, 1))
         except OutOfMemory:
             return self._device.wrap(np.empty(max(nbytes, 1), np.uint8))
+
+
+def _offsets(tensors: Sequence[Tensor]) -> list[int]:
+    """Where each tensor's copy begins in a block, and the end of all."""
+    sizes = (-(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES for tensor in tensors)
+    return [0, *accumulate(sizes)]
+
+
+def _windows(buffer: Buffer, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The copies of tensors in a block."""
+    return [
+        Tensor.over(buffer, tensor.shape, tensor.dtype, offset)
+        for tensor, offset in zip(tensors, _offsets(tensors), strict=False)
+    ]

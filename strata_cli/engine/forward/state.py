@@ -250,9 +250,13 @@ class SequenceState:
         self.is_exact = True
         self.is_consistent = True
 
-    def snapshot(self) -> Snapshot:
-        """Copy the running state to host memory. Waits for the stream."""
-        parts, lease = self._room.copy([*self.running()])
+    def snapshot(self, *, waits: bool = True) -> Snapshot:
+        """Copy the running state to host memory.
+
+        Args:
+            waits: for the stream; else the copies are still under way.
+        """
+        parts, lease = self._room.copy([*self.running()], waits=waits)
         return Snapshot(tuple(self.ids), parts, self.is_exact, lease)
 
     def can_restore(self, snapshot: Snapshot) -> bool:
@@ -262,7 +266,7 @@ class SequenceState:
     def restore(self, snapshot: Snapshot) -> None:
         """Put the running state back and rewind; like reset when interrupted."""
         self.is_consistent = False
-        self._room.put_back([*self.running()], snapshot.running)
+        self._room.put_back([*self.running()], snapshot.running, snapshot.lease)
         self.ids = list(snapshot.ids)
         self.is_exact = snapshot.is_exact and snapshot.position <= self.exact_rows
         self.is_consistent = True
