@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import asdict
 
 import numpy as np
 
+from benchmarks.figures import Figure, figure, seconds
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from tests.device.kernels import affine
@@ -27,37 +26,20 @@ COPY_BYTES = 256 << 20
 PIECES_BYTES = (8 << 20, 2_764_800, 1 << 20, 256 << 10)
 
 
-class Row(NamedTuple):
-    what: str
-    unit: str
-    median: float
-    least: float
-    most: float
-
-
 def timed(action: Callable[[], object]) -> list[float]:
     action()
-    seconds = []
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+    return [seconds(action) for _ in range(RUNS)]
 
 
-def row(what: str, unit: str, values: list[float]) -> Row:
-    return Row(what, unit, statistics.median(values), min(values), max(values))
+def per_call_us(what: str, calls: int, action: Callable[[], object]) -> Figure:
+    return figure(what, "us", [taken / calls * 1e6 for taken in timed(action)])
 
 
-def per_call_us(what: str, calls: int, action: Callable[[], object]) -> Row:
-    return row(what, "us", [seconds / calls * 1e6 for seconds in timed(action)])
+def rate_gbps(what: str, nbytes: int, action: Callable[[], object]) -> Figure:
+    return figure(what, "GB/s", [nbytes / taken / 1e9 for taken in timed(action)])
 
 
-def rate_gbps(what: str, nbytes: int, action: Callable[[], object]) -> Row:
-    return row(what, "GB/s", [nbytes / seconds / 1e9 for seconds in timed(action)])
-
-
-def launch_rows(device: Device, stream: Stream) -> list[Row]:
+def launch_rows(device: Device, stream: Stream) -> list[Figure]:
     x = empty(device, (1,), np.int64)
 
     def launches() -> None:
@@ -82,7 +64,7 @@ def launch_rows(device: Device, stream: Stream) -> list[Row]:
     ]
 
 
-def event_rows(device: Device, stream: Stream) -> list[Row]:
+def event_rows(device: Device, stream: Stream) -> list[Figure]:
     event = device.event()
 
     def record() -> None:
@@ -98,7 +80,7 @@ def event_rows(device: Device, stream: Stream) -> list[Row]:
     return [*rows, per_call_us("event query", LAUNCHES, query)]
 
 
-def copy_rows(device: Device, stream: Stream) -> list[Row]:
+def copy_rows(device: Device, stream: Stream) -> list[Figure]:
     shape = (COPY_BYTES,)
     pinned = Tensor.over(device.allocate_pinned(COPY_BYTES), shape, np.uint8)
     dst = Tensor.over(device.allocate(COPY_BYTES), shape, np.uint8)
@@ -118,7 +100,7 @@ def copy_rows(device: Device, stream: Stream) -> list[Row]:
     return rows
 
 
-def piece_rows(stream: Stream, pairs: list[tuple[Tensor, Tensor]], piece: int) -> list[Row]:
+def piece_rows(stream: Stream, pairs: list[tuple[Tensor, Tensor]], piece: int) -> list[Figure]:
     nbytes = len(pairs) * piece
 
     def one_by_one() -> None:
@@ -136,7 +118,7 @@ def piece_rows(stream: Stream, pairs: list[tuple[Tensor, Tensor]], piece: int) -
     ]
 
 
-def pinned_row(device: Device) -> Row:
+def pinned_row(device: Device) -> Figure:
     def allocate() -> None:
         device.allocate_pinned(COPY_BYTES).close()
 
@@ -154,10 +136,9 @@ def main() -> None:
         rows += [*copy_rows(device, stream), pinned_row(device)]
     for entry in rows:
         if options.json:
-            print(json.dumps({"device": options.device, **entry._asdict()}))
+            print(json.dumps({"device": options.device, **asdict(entry)}))
         else:
-            spread = f"({entry.least:.2f} to {entry.most:.2f})"
-            print(f"{entry.what:<55} {entry.median:9.2f} {entry.unit:<5} {spread}")
+            print(entry.line())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,13 +23,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numba
 import numpy as np
 
+from benchmarks.figures import Figure, figure
 from strata_cli.engine.device.host import usable_threads
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.model.quants import row_bytes
@@ -46,25 +46,14 @@ READ_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
-class Row:
-    """One figure: median, least and most of several runs; GB/s and share where weights are read."""
+class Rate(Figure):
+    """With GB/s, and their share of what the same threads read, where weights are read."""
 
-    what: str
-    unit: str
-    median: float
-    least: float
-    most: float
-    gbps: float | None = None
-    share: float | None = None
+    gbps: float
+    share: float
 
     def line(self) -> str:
-        spread = f"({self.least:.2f} to {self.most:.2f})"
-        rate = "" if self.gbps is None else f"{self.gbps:6.2f} GB/s {self.share:6.1%}"
-        return f"{self.what:<52} {self.median:9.2f} {self.unit:<6} {spread:<22} {rate}".rstrip()
-
-
-def row(what: str, unit: str, values: list[float]) -> Row:
-    return Row(what, unit, statistics.median(values), min(values), max(values))
+        return f"{super().line():<109} {self.gbps:6.2f} GB/s {self.share:6.1%}"
 
 
 class Start(NamedTuple):
@@ -97,7 +86,7 @@ def start(args: list[str], cache: str) -> Start:
     return Start(first, time.perf_counter() - began, cpu, used.ru_maxrss / 1024)
 
 
-def start_rows(model: Path, runs: int, cold_runs: int) -> list[Row]:
+def start_rows(model: Path, runs: int, cold_runs: int) -> list[Figure]:
     """Cold starts, each with an empty cache, and warm ones in turns with long reads."""
     short = ["The quick brown fox", "--top", "3", "--model", str(model)]
     long = [TEXT * 100, "--raw", "--max-tokens", "32", "--model", str(model)]
@@ -111,12 +100,14 @@ def start_rows(model: Path, runs: int, cold_runs: int) -> list[Row]:
             warm.append(start(short, cache))
             read.append(start(long, cache))
     return [
-        row("first start, compiling: to the first output", "s", [s.first_output_s for s in cold]),
-        row("first start, compiling: processor time", "CPU s", [s.cpu_s for s in cold]),
-        row("first start, compiling: peak memory", "MB", [s.peak_mb for s in cold]),
-        row("later start: to the first output", "s", [s.first_output_s for s in warm]),
-        row("later start: processor time", "CPU s", [s.cpu_s for s in warm]),
-        row("read of a long prompt and 32 tokens: peak memory", "MB", [s.peak_mb for s in read]),
+        figure(
+            "first start, compiling: to the first output", "s", [s.first_output_s for s in cold]
+        ),
+        figure("first start, compiling: processor time", "CPU s", [s.cpu_s for s in cold]),
+        figure("first start, compiling: peak memory", "MB", [s.peak_mb for s in cold]),
+        figure("later start: to the first output", "s", [s.first_output_s for s in warm]),
+        figure("later start: processor time", "CPU s", [s.cpu_s for s in warm]),
+        figure("read of a long prompt and 32 tokens: peak memory", "MB", [s.peak_mb for s in read]),
     ]
 
 
@@ -183,7 +174,7 @@ CASES = [
 ]
 
 
-def rate_rows(model: Path, runs: int) -> list[Row]:
+def rate_rows(model: Path, runs: int) -> list[Figure]:
     """Prompt and generation rates: in every run each case once, beside the memory's."""
     rates: dict[Case, list[float]] = {case: [] for case in CASES}
     bandwidth, memory = [], read_gbps(usable_threads())
@@ -203,13 +194,13 @@ def rate_rows(model: Path, runs: int) -> list[Row]:
             for case in CASES:
                 rates[case].append(measure[case.kind](engines[case.chunk], ids[: case.length]))
         auto = engines[0].chunk_tokens
-    peak = row(f"memory read by {usable_threads()} threads", "GB/s", bandwidth)
+    peak = figure(f"memory read by {usable_threads()} threads", "GB/s", bandwidth)
     return [peak, *rated(model, rates, peak.median, auto)]
 
 
 def rated(
     model: Path, rates: dict[Case, list[float]], peak_gbps: float, auto: int
-) -> Iterator[Row]:
+) -> Iterator[Rate]:
     """The rows of the cases, with the bytes of weights that they read."""
     with load_model_file(model) as file:
         touched, whole = token_bytes(file), sum(t.data.nbytes for t in file.tensors.values())
@@ -220,9 +211,9 @@ def rated(
             what = f"prompt of {case.length} tokens, chunks of {size}"
             what += "" if case.chunk else " (auto)"
             nbytes = whole / min(size, case.length)  # a chunk's tokens use every expert
-        entry = row(what, "tok/s", values)
+        entry = figure(what, "tok/s", values)
         gbps = entry.median * nbytes / 1e9
-        yield replace(entry, gbps=gbps, share=gbps / peak_gbps)
+        yield Rate(**asdict(entry), gbps=gbps, share=gbps / peak_gbps)
 
 
 def machine() -> dict[str, str]:

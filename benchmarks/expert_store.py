@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.figures import Figure, figure, seconds
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Device, Stream, Tensor
 from strata_cli.engine.experts.arena import open_arena
@@ -36,30 +36,13 @@ from strata_cli.engine.model.tensors import ModelFile, load_model_file
 RUNS = 5
 
 
-@dataclass(frozen=True)
-class Row:
-    what: str
-    unit: str
-    median: float
-    least: float
-    most: float
-
-
 @dataclass
 class Report:
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Figure] = field(default_factory=list)
 
     def add(self, what: str, unit: str, values: Sequence[float]) -> None:
-        made = Row(what, unit, statistics.median(values), min(values), max(values))
-        self.rows.append(made)
-        spread = f"({made.least:.2f} to {made.most:.2f})"
-        print(f"{what:<52} {made.median:9.2f} {unit:<5} {spread}", flush=True)
-
-
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+        self.rows.append(figure(what, unit, values))
+        print(self.rows[-1].line(), flush=True)
 
 
 def open_rows(report: Report, model: ModelFile, device: Device) -> None:

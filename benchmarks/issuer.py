@@ -21,11 +21,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.figures import Figure, figure
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Device, Tensor, empty
 from strata_cli.engine.experts.depth import AutoDepth, DepthRule, FixedDepth
@@ -44,21 +45,8 @@ SMALL_BYTES = 512
 LAUNCHES = 2000
 
 
-@dataclass(frozen=True)
-class Row:
-    what: str
-    unit: str
-    median: float
-    least: float
-    most: float
-
-    def line(self) -> str:
-        spread = f"({self.least:.2f} to {self.most:.2f})"
-        return f"{self.what:<66} {self.median:9.2f} {self.unit:<9} {spread}"
-
-
-def row(what: str, unit: str, values: Sequence[float]) -> Row:
-    made = Row(what, unit, statistics.median(values), min(values), max(values))
+def row(what: str, unit: str, values: Sequence[float]) -> Figure:
+    made = figure(what, unit, values)
     print(made.line(), flush=True)
     return made
 
@@ -93,7 +81,7 @@ def free_walk(
     return walk
 
 
-def decision_rows() -> list[Row]:
+def decision_rows() -> list[Figure]:
     entries = entries_of(48)
 
     def per_entry_us(gate: Gate | None, depth: DepthRule | None, together: int) -> float:
@@ -172,7 +160,7 @@ def bench(device: Device, blob_bytes: int, num_slots: int, num_layers: int) -> I
         made.close()
 
 
-def issuing_rows(device: Device, num_layers: int) -> list[Row]:
+def issuing_rows(device: Device, num_layers: int) -> list[Figure]:
     rows = []
     with bench(device, SMALL_BYTES, 384, num_layers) as place:
         for what, adjacent, together in (
@@ -216,7 +204,7 @@ class TimedIssuer(ThreadIssuer):
         self.cpu_s = time.thread_time()
 
 
-def streaming_rows(device: Device, blob_bytes: int, num_layers: int) -> list[Row]:
+def streaming_rows(device: Device, blob_bytes: int, num_layers: int) -> list[Figure]:
     rows = []
     with bench(device, blob_bytes, 384, num_layers) as place:
         link_gbps = place.link_gbps()
@@ -237,7 +225,7 @@ def depth_rule(depth: int) -> DepthRule:
 
 def thread_rows(
     place: Bench, entries: EntryList, depth: int, together: int, name: str, link_gbps: float
-) -> list[Row]:
+) -> list[Figure]:
     rates, cpu_us, depths = [], [], []
     for _ in range(RUNS):
         rule = depth_rule(depth)
@@ -259,7 +247,7 @@ def thread_rows(
     return rows if depth else [*rows, row(f"thread, {name}: depth at the end", "", depths)]
 
 
-def inline_rows(place: Bench, entries: EntryList, kind: str, link_gbps: float) -> list[Row]:
+def inline_rows(place: Bench, entries: EntryList, kind: str, link_gbps: float) -> list[Figure]:
     shares = []
     for _ in range(RUNS):
         issuer = InlineIssuer(place.walk(entries, FixedDepth(16), 4), WATCHDOG_S)
@@ -272,7 +260,7 @@ def inline_rows(place: Bench, entries: EntryList, kind: str, link_gbps: float) -
     return [row(f"inline, {kind}, depth 16, 4 together: of the link", "%", shares)]
 
 
-def launch_rows(device: Device, blob_bytes: int, num_layers: int) -> list[Row]:
+def launch_rows(device: Device, blob_bytes: int, num_layers: int) -> list[Figure]:
     """Launches from this thread while another one issues copies."""
     compute = device.stream("compute")
     x = empty(device, (1,), np.int64)
@@ -328,9 +316,9 @@ def main() -> None:
     options = parser.parse_args()
     blob_bytes = 131_072 if options.quick else 1_382_400
     num_layers = 1 if options.quick else 8
-    rows: list[Row] = []
+    rows: list[Figure] = []
     with open_device(options.device) as device:
-        measures: dict[str, Callable[[], list[Row]]] = {
+        measures: dict[str, Callable[[], list[Figure]]] = {
             "decisions": decision_rows,
             "issuing": lambda: issuing_rows(device, num_layers),
             "streaming": lambda: streaming_rows(device, blob_bytes, num_layers),

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.figures import seconds
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.prompt_cache import CacheRules
 from strata_cli.engine.session import Session
@@ -67,12 +68,6 @@ class Work:
         for index, row in enumerate(self.shared(len(self.suffixes))):
             if index % 5 == 0 and self.fresh(index).tobytes() != row.tobytes():
                 raise SystemExit(f"suffix {index + 1} differs from a read of its own")
-
-
-def seconds(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
 
 
 def park_and_return(work: Work, session: Session) -> None:
