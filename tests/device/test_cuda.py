@@ -23,7 +23,8 @@ from strata_cli.engine.device import cuda_kernels, cuda_pinned
 from strata_cli.engine.device.base import Home, Kernel, Launch, Tensor, empty
 from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
 from strata_cli.engine.device.cuda_driver import check, failed, find_gpu
-from strata_cli.engine.device.cuda_memory import CudaBuffer, spans
+from strata_cli.engine.device.cuda_event import CudaEvent, CudaGraph
+from strata_cli.engine.device.cuda_memory import CudaBuffer, DeviceBuffer, spans
 from strata_cli.engine.device.cuda_pinned import Piece, mapped_address, register
 from strata_cli.engine.device.nvrtc import Cubin, CubinCache
 from strata_cli.errors import ConfigError, DeviceError, OutOfMemory
@@ -457,6 +458,11 @@ def test_many_copies_are_one_call(device: CudaDevice, driver: FakeDriver) -> Non
     assert call[1] == [src.address for _, src in pairs]
     assert call[2:4] == ([100, 100, 100], 3)
     assert call[5:] == ([0], 1, "stream")
+
+
+@pytest.mark.parametrize("kind", [CudaEvent, CudaGraph, DeviceBuffer])
+def test_what_was_interrupted_while_it_was_made_goes_quietly(kind: Any) -> None:
+    kind.__new__(kind).__del__()
 
 
 class SeenBatch(NamedTuple):

@@ -15,12 +15,13 @@ from strata_cli.errors import DeviceError
 class CudaEvent:
     """A CUevent. One made with timing can be read by elapsed_ms."""
 
+    _handle: Any = None  # also of one whose making was interrupted
+
     def __init__(self, context: Context, *, timing: bool) -> None:
         driver = context.gpu.driver
         flags = driver.CUevent_flags
         self._context = context
         self._timing = timing
-        self._handle: Any = None
         self.failure: Failure | None = None
         context.enter()
         flag = flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING
@@ -90,9 +91,10 @@ def cuda_event(event: Event) -> CudaEvent:
 class CudaGraph:
     """A CUgraphExec, and what must live as long: the buffers and host functions inside it."""
 
+    _exec: Any = None  # also of one whose making was interrupted
+
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._exec: Any = None
         self._is_open = True
         self.kept: list[object] = []
 

@@ -105,11 +105,12 @@ class DeviceBuffer(CudaBuffer):
         OutOfMemory: the budget or the GPU has not enough left.
     """
 
+    _is_allocated = False  # also of one whose making was interrupted
+
     def __init__(
         self, context: Context, budget: Budget, nbytes: int, *, read_only: bool = False
     ) -> None:
         super().__init__(context, Home.DEVICE, nbytes, read_only=read_only)
-        self._is_open = False
         self._budget = budget
         self._counted_bytes = -(-max(nbytes, 1) // GRANULE_BYTES) * GRANULE_BYTES
         context.enter()
@@ -120,16 +121,17 @@ class DeviceBuffer(CudaBuffer):
         except BaseException:
             budget.give(self._counted_bytes)
             raise
-        self._is_open = True
+        self._is_allocated = True
 
     def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
+        super().close()
+        if self._is_allocated:
+            self._is_allocated = False
             free(self._address, self._budget, self._counted_bytes, self.context)
 
     def __del__(self) -> None:
-        if self._is_open:
-            self._is_open = False
+        if self._is_allocated:
+            self._is_allocated = False
             self.context.orphans.append(
                 partial(free, self._address, self._budget, self._counted_bytes)
             )

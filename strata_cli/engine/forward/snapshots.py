@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +24,17 @@ MOST_UNUSED = 2  # blocks that wait for the next copy
 ALIGN_BYTES = 64
 
 
-class Lease:
-    """A block of memory, given back when nobody refers to the lease any more."""
+class Lease(NamedTuple):
+    """A block of memory, given back when nobody refers to the lease any more.
 
-    def __init__(self, room: SnapshotRoom, buffer: Buffer) -> None:
-        self._room = room
-        self.buffer = buffer
+    A tuple, because it is never there by half, wherever an interrupt comes.
+    """
+
+    room: SnapshotRoom
+    buffer: Buffer
 
     def __del__(self) -> None:
-        self._room.give_back(self.buffer)
+        self.room.give_back(self.buffer)
 
 
 class SnapshotRoom:
