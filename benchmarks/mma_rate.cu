@@ -3,7 +3,7 @@
 // One block per multiprocessor; a warp has 32 sums of 16 x 8 and makes TURNS times 64 products,
 // with WIDE loads of 16 bytes and NARROW of 4 from shared memory (no two lanes in one bank) and ALU
 // integer and f16 operations between them. Prints clocks of a scheduler per product, and TFLOP/s.
-#include <cstdio>
+#include "rate.cuh"
 
 constexpr int TURNS = 2000;
 
@@ -67,16 +67,7 @@ __global__ void __launch_bounds__(SUMS == 32 ? 256 : 512) rate(float *out, long 
                              : "r"(narrow + row + 128 * j));
             }
 #pragma unroll
-            for (int j = i * ALU / 64; j < (i + 1) * ALU / 64; j++) {
-                if (j % 2)
-                    asm volatile("prmt.b32 %0, %0, %1, 0x5140;"
-                                 : "+r"(words[j % 8])
-                                 : "r"(words[(j + 1) % 8]));
-                else
-                    asm volatile("fma.rn.f16x2 %0, %0, %1, %1;"
-                                 : "+r"(words[j % 8])
-                                 : "r"(words[(j + 1) % 8]));
-            }
+            for (int j = i * ALU / 64; j < (i + 1) * ALU / 64; j++) other_work(words, j);
             multiply(sums[i % SUMS], a[i % KINDS], b[i / 2 % 8][i % 2 * 2],
                      b[i / 2 % 8][i % 2 * 2 + 1]);
         }
@@ -93,66 +84,51 @@ __global__ void __launch_bounds__(SUMS == 32 ? 256 : 512) rate(float *out, long 
 }
 
 template <int SUMS, int WIDE, int NARROW, int ALU, bool MATRIX = false, int KINDS = 1>
-void measure(int warps, int blocks, float *out, long long *clocks) {
+void measure(int warps, const Output &to) {
     auto kernel = rate<SUMS, WIDE, NARROW, ALU, MATRIX, KINDS>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 65536);
-    cudaEvent_t start, end;
-    cudaEventCreate(&start), cudaEventCreate(&end);
-    float ms = 0;
-    for (int i = 0; i < 3; i++) {
-        cudaEventRecord(start);
-        kernel<<<blocks, 32 * warps, 65536>>>(out, clocks);
-        cudaEventRecord(end);
-        cudaEventSynchronize(end);
-        cudaEventElapsedTime(&ms, start, end);
-    }
-    long long taken = 0;
-    cudaMemcpy(&taken, clocks, sizeof taken, cudaMemcpyDeviceToHost);
+    const float ms = last_ms([&] { kernel<<<to.blocks, 32 * warps, 65536>>>(to.out, to.clocks); });
     const double products = 64.0 * TURNS * warps;
     printf(
         "warps %2d sums %2d per 64 products: %2d %s %2d narrow %3d alu: %5.2f clocks, %4.0f "
         "TFLOP/s, %s\n",
-        warps, SUMS, WIDE, MATRIX ? "ldmatrix" : "wide    ", NARROW, ALU, taken / (products / 4),
-        products * blocks * 4096 / ms / 1e9, cudaGetErrorString(cudaGetLastError()));
+        warps, SUMS, WIDE, MATRIX ? "ldmatrix" : "wide    ", NARROW, ALU,
+        to.taken() / (products / 4), products * to.blocks * 4096 / ms / 1e9,
+        cudaGetErrorString(cudaGetLastError()));
 }
 
 int main() {
-    cudaDeviceProp properties;
-    cudaGetDeviceProperties(&properties, 0);
-    const int n = properties.multiProcessorCount;
-    float *out;
-    long long *clocks;
-    cudaMalloc(&out, n * 512 * sizeof *out), cudaMalloc(&clocks, n * sizeof *clocks);
+    const Output to(512);
     for (int warps : {4, 8}) {
-        measure<32, 0, 0, 0>(warps, n, out, clocks);
-        measure<32, 8, 0, 0>(warps, n, out, clocks);
-        measure<32, 16, 0, 0>(warps, n, out, clocks);
-        measure<32, 16, 0, 0, true>(warps, n, out, clocks);
-        measure<32, 32, 0, 0>(warps, n, out, clocks);
-        measure<32, 8, 32, 0>(warps, n, out, clocks);
-        measure<32, 0, 0, 64>(warps, n, out, clocks);
-        measure<32, 0, 0, 128>(warps, n, out, clocks);
-        measure<32, 0, 0, 192>(warps, n, out, clocks);
-        measure<32, 0, 0, 256>(warps, n, out, clocks);
-        measure<32, 0, 0, 320>(warps, n, out, clocks);
-        measure<32, 8, 32, 128>(warps, n, out, clocks);
-        measure<32, 8, 32, 256>(warps, n, out, clocks);
-        measure<32, 16, 32, 128>(warps, n, out, clocks);
-        measure<32, 8, 64, 192>(warps, n, out, clocks);
-        measure<32, 0, 0, 0, false, 2>(warps, n, out, clocks);
-        measure<32, 0, 0, 0, false, 4>(warps, n, out, clocks);
-        measure<32, 16, 0, 0, false, 4>(warps, n, out, clocks);
-        measure<32, 16, 0, 64, false, 4>(warps, n, out, clocks);
-        measure<32, 16, 0, 128, false, 4>(warps, n, out, clocks);
-        measure<32, 16, 32, 128, false, 2>(warps, n, out, clocks);
-        measure<16, 0, 0, 0>(warps, n, out, clocks);
-        measure<16, 16, 32, 128>(warps, n, out, clocks);
+        measure<32, 0, 0, 0>(warps, to);
+        measure<32, 8, 0, 0>(warps, to);
+        measure<32, 16, 0, 0>(warps, to);
+        measure<32, 16, 0, 0, true>(warps, to);
+        measure<32, 32, 0, 0>(warps, to);
+        measure<32, 8, 32, 0>(warps, to);
+        measure<32, 0, 0, 64>(warps, to);
+        measure<32, 0, 0, 128>(warps, to);
+        measure<32, 0, 0, 192>(warps, to);
+        measure<32, 0, 0, 256>(warps, to);
+        measure<32, 0, 0, 320>(warps, to);
+        measure<32, 8, 32, 128>(warps, to);
+        measure<32, 8, 32, 256>(warps, to);
+        measure<32, 16, 32, 128>(warps, to);
+        measure<32, 8, 64, 192>(warps, to);
+        measure<32, 0, 0, 0, false, 2>(warps, to);
+        measure<32, 0, 0, 0, false, 4>(warps, to);
+        measure<32, 16, 0, 0, false, 4>(warps, to);
+        measure<32, 16, 0, 64, false, 4>(warps, to);
+        measure<32, 16, 0, 128, false, 4>(warps, to);
+        measure<32, 16, 32, 128, false, 2>(warps, to);
+        measure<16, 0, 0, 0>(warps, to);
+        measure<16, 16, 32, 128>(warps, to);
     }
     for (int warps : {12, 16}) {
-        measure<16, 0, 0, 0>(warps, n, out, clocks);
-        measure<16, 16, 32, 128>(warps, n, out, clocks);
-        measure<16, 16, 32, 256>(warps, n, out, clocks);
-        measure<16, 32, 64, 256>(warps, n, out, clocks);
+        measure<16, 0, 0, 0>(warps, to);
+        measure<16, 16, 32, 128>(warps, to);
+        measure<16, 16, 32, 256>(warps, to);
+        measure<16, 32, 64, 256>(warps, to);
     }
     return cudaGetLastError() != cudaSuccess;
 }

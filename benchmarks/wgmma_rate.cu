@@ -4,10 +4,10 @@
 //       -o wgmma_rate benchmarks/wgmma_rate.cu && ./wgmma_rate
 // Bits: chains of 32 products of 16 k, operands of several kinds. Rates: one block of two
 // warpgroups per multiprocessor, ALU integer and f16 operations per product and thread.
-#include <cstdio>
 
 #define BULK 1  // when compiling for the host too
 #include "mma.cuh"
+#include "rate.cuh"
 #include "warpgroup.cuh"
 
 constexpr int COLS = 512, TOKENS = 64, TURNS = 1000;
@@ -98,16 +98,7 @@ __global__ void __launch_bounds__(256) rate(float *out, long long *clocks) {
             multiply_async<NUM>(sums, w[i], b + 2 * i, 1);
             commit_products();
 #pragma unroll
-            for (int j = 0; j < ALU; j++) {
-                if (j % 2)
-                    asm volatile("prmt.b32 %0, %0, %1, 0x5140;"
-                                 : "+r"(words[j % 8])
-                                 : "r"(words[(j + 1) % 8]));
-                else
-                    asm volatile("fma.rn.f16x2 %0, %0, %1, %1;"
-                                 : "+r"(words[j % 8])
-                                 : "r"(words[(j + 1) % 8]));
-            }
+            for (int j = 0; j < ALU; j++) other_work(words, j);
             wait_products<1>();
         }
     }
@@ -121,29 +112,18 @@ __global__ void __launch_bounds__(256) rate(float *out, long long *clocks) {
 }
 
 template <int NUM, int ALU>
-void measure(int blocks, float *out, long long *clocks) {
-    cudaEvent_t start, end;
-    cudaEventCreate(&start), cudaEventCreate(&end);
-    float ms = 0;
-    for (int i = 0; i < 3; i++) {
-        cudaEventRecord(start);
-        rate<NUM, ALU><<<blocks, 256, 128 * TILE_ROW_BYTES>>>(out, clocks);
-        cudaEventRecord(end);
-        cudaEventSynchronize(end);
-        cudaEventElapsedTime(&ms, start, end);
-    }
-    long long taken = 0;
-    cudaMemcpy(&taken, clocks, sizeof taken, cudaMemcpyDeviceToHost);
+void measure(const Output &to) {
+    const float ms = last_ms(
+        [&] { rate<NUM, ALU><<<to.blocks, 256, 128 * TILE_ROW_BYTES>>>(to.out, to.clocks); });
     const double products = 2 * 4.0 * TURNS;
     printf("64 x %3d x 16, %2d alu: %5.1f clocks of at least %2d, %3.0f TFLOP/s, %s\n", NUM, ALU,
-           taken / products, NUM / 2, products * blocks * 64 * NUM * 16 * 2 / ms / 1e9,
+           to.taken() / products, NUM / 2, products * to.blocks * 64 * NUM * 16 * 2 / ms / 1e9,
            cudaGetErrorString(cudaGetLastError()));
 }
 
 int main() {
-    cudaDeviceProp properties;
-    cudaGetDeviceProperties(&properties, 0);
-    const int n = properties.multiProcessorCount, nbytes = 2 * 64 * COLS * 2, chains = 200 * n;
+    const Output to(256);
+    const int nbytes = 2 * 64 * COLS * 2, chains = 200 * to.blocks;
     cudaFuncSetAttribute(bits, cudaFuncAttributeMaxDynamicSharedMemorySize, nbytes);
     unsigned *differing;
     cudaMalloc(&differing, sizeof *differing);
@@ -155,12 +135,9 @@ int main() {
         printf("%s operands: %u of %d sums differ, %s\n", KINDS[kind], count, chains * 64 * TOKENS,
                cudaGetErrorString(cudaGetLastError()));
     }
-    float *out;
-    long long *clocks;
-    cudaMalloc(&out, n * 256 * sizeof *out), cudaMalloc(&clocks, n * sizeof *clocks);
-    measure<128, 0>(n, out, clocks), measure<128, 16>(n, out, clocks);
-    measure<128, 32>(n, out, clocks), measure<128, 64>(n, out, clocks);
-    measure<64, 0>(n, out, clocks), measure<64, 32>(n, out, clocks);
-    measure<32, 0>(n, out, clocks), measure<32, 32>(n, out, clocks);
+    measure<128, 0>(to), measure<128, 16>(to);
+    measure<128, 32>(to), measure<128, 64>(to);
+    measure<64, 0>(to), measure<64, 32>(to);
+    measure<32, 0>(to), measure<32, 32>(to);
     return cudaGetLastError() != cudaSuccess;
 }
