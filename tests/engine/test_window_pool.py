@@ -184,6 +184,17 @@ def _interrupt(_pool: WindowPool) -> None:
     raise KeyboardInterrupt
 
 
+def test_what_comes_ahead_is_not_computed_by_the_threads(separate: Path, own_truth: Floats) -> None:
+    way = replace(ALONE, fetch=TOP_K, ahead=4)
+    with way.open(separate, "host") as engine, engine.sequence() as sequence:
+        sequence.prefill(PROMPT)
+        assert same(answer(sequence), own_truth[1:])
+        counts = counts_of(engine)
+        assert counts.hits + counts.pcie + counts.cpu == counts.routed
+        assert counts.cpu > 0
+        assert counts.pcie > 0
+
+
 def test_canonical_steps_have_no_share_of_the_host(separate: Path, own_truth: Floats) -> None:
     with ALONE.open(separate, "host") as engine:
         with engine.canonical(), engine.sequence() as sequence:

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from strata_cli.engine.kernels.splitting import (
     MOST_PAIRS,
     SHARES,
+    Coming,
     SlotRange,
     clear_rows,
     clear_rows_reference,
-    count_places,
+    count_dropped,
     split_pairs,
     split_pairs_reference,
 )
@@ -31,11 +32,24 @@ def addresses(is_hit: list[bool] | NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def run(
-    lab: Lab, ids: Ints, blobs: NDArray[np.int64], share: int, least_dropped: int
+    lab: Lab,
+    ids: Ints,
+    blobs: NDArray[np.int64],
+    share: int,
+    least_dropped: int,
+    coming: list[int] | None = None,
 ) -> list[list[int]]:
+    """Those that come have begun to: of three parts the first one. One more is listed."""
     places = lab.empty(ids.shape, I32)
     link_share = lab.put(np.array([share], I32))
-    split_pairs(lab.stream, lab.put(ids), lab.put(blobs), link_share, SLOTS, least_dropped, places)
+    who = None
+    if coming is not None:
+        claimed = [max(3 * len(coming) - 2, 0)]
+        numbers = (claimed, [len(coming) + 1], [*coming, ids[-1, -1], 7])
+        some, count, experts = (lab.put(np.array(each, I32)) for each in numbers)
+        who = Coming(some, count, experts, 3)
+    operands = lab.put(ids), lab.put(blobs), link_share, SLOTS, least_dropped, places, who
+    split_pairs(lab.stream, *operands)
     found: list[list[int]] = lab.get(places).tolist()
     return found
 
@@ -58,6 +72,14 @@ HITS = [True, False, False, True, False, False]
 def test_one_token(lab: Lab, share: int, least_dropped: int, places: list[list[int]]) -> None:
     ids = np.array([[0, 1, 2, 4]], I32)
     assert run(lab, ids, addresses(HITS), share, least_dropped) == places
+
+
+def test_what_comes_already_is_not_shared_out(lab: Lab) -> None:
+    ids = np.array([[0, 1, 2, 4]], I32)
+    assert run(lab, ids, addresses(HITS), 0, 4, []) == [[0, 6, 6, 6]]
+    assert run(lab, ids, addresses(HITS), 0, 4, [2]) == [[0, 6, 2, 6]]
+    assert run(lab, ids, addresses(HITS), SHARES // 2, 4, [1]) == [[0, 1, 2, 6]]
+    assert run(lab, ids, addresses(HITS), 0, 2, [1, 4]) == [[0, 1, 7, 7]]
 
 
 def test_a_miss_that_one_token_ranks_early_is_kept_for_all(lab: Lab) -> None:
@@ -83,16 +105,15 @@ def test_any_window(lab: Lab, data: st.DataObject) -> None:
     ids = np.stack([rng.permutation(num_experts)[:top_k] for _ in range(tokens)]).astype(I32)
     blobs = addresses(rng.random(num_experts) < data.draw(st.sampled_from([0.0, 0.4, 1.0])))
     share, least = data.draw(st.integers(0, SHARES)), data.draw(st.integers(0, top_k))
-    expected = split_pairs_reference(ids, blobs, share, SLOTS, least)
-    assert run(lab, ids, blobs, share, least) == expected.tolist()
+    coming = rng.permutation(num_experts)[: data.draw(st.integers(0, 8))].tolist()
+    expected = split_pairs_reference(ids, blobs, share, SLOTS, least, coming)
+    assert run(lab, ids, blobs, share, least, coming) == expected.tolist()
 
 
-def test_what_layers_place_elsewhere_is_counted_once_for_each_expert() -> None:
+def test_what_layers_leave_out_is_counted_once_for_each_expert() -> None:
     ids = np.array([[[1, 2], [2, 1]], [[4, 5], [0, 4]]], I32)
     blobs = np.stack([addresses(HITS), addresses(HITS)])
-    assert count_places(ids, blobs, 0, SLOTS, 2) == (4, 0)
-    assert count_places(ids, blobs, SHARES, SLOTS, 1) == (0, 1)
-    assert count_places(ids, blobs, SHARES // 2, SLOTS, 0) == (0, 4)
+    assert [count_dropped(ids, blobs, SLOTS, least) for least in (2, 1, 0)] == [0, 1, 4]
 
 
 @pytest.mark.parametrize("size", [4, 7, 600])

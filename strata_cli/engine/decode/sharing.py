@@ -13,7 +13,7 @@ from strata_cli.engine.experts.store import ExpertStore
 from strata_cli.engine.experts.window_pool import MOST_ROWS, WindowPool, balanced_share, in_parts
 from strata_cli.engine.forward.feeding import ExpertFeed, ResidentFeed, Split
 from strata_cli.engine.forward.layers import Forward
-from strata_cli.engine.kernels.splitting import SHARES, count_places
+from strata_cli.engine.kernels.splitting import SHARES, count_dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,6 @@ class Sharing:
                 pool.mailbox,
                 pool.patience_ns,
             )
-        self._parts = SHARES
         self._blob_bytes = float(np.mean([layout.nbytes for layout in store.layouts]))
 
     def feed(self, num_rows: int) -> ExpertFeed:
@@ -99,14 +98,14 @@ class Sharing:
 
     def open(self, num_rows: int) -> None:
         """Before a window of feed() is launched."""
-        self._parts = SHARES
+        if self._pool is not None:
+            self._pool.num_computed = 0
         if self._pool is not None and self._has_pool(num_rows):
             share = self._rules.link_share
             if share is None:
                 rate = self._store.link_gbps
                 share = balanced_share(self._pool.expert_s, self._blob_bytes, rate)
-            self._parts = in_parts(share)
-            self._pool.open(self._parts)
+            self._pool.open(in_parts(share))
 
     def start(self) -> None:
         """Behind the launch of a window: the threads begin."""
@@ -138,8 +137,9 @@ class Sharing:
             Its dropped and cpu alone.
         """
         slots, least_dropped = self._plain.slots, self._plain.least_dropped
-        found = count_places(ids, addresses, self._parts, slots, least_dropped)
-        return ResidencyCounts(cpu=found.hosts, dropped=found.dropped)
+        computed = 0 if self._pool is None else self._pool.num_computed
+        dropped = count_dropped(ids, addresses, slots, least_dropped)
+        return ResidencyCounts(cpu=computed, dropped=dropped)
 
     def _has_pool(self, num_rows: int) -> bool:
         return self._pool is not None and num_rows <= MOST_ROWS

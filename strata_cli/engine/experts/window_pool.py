@@ -64,6 +64,7 @@ class WindowPool:
         mailbox: see above.
         is_open: whether a window is under way, or was interrupted.
         expert_s: seconds that an expert takes the threads together, of late; 0: not known.
+        num_computed: experts of the last window.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class WindowPool:
         device.prepare([POST_PAIRS, AWAIT_ROWS, TAKE_ROWS])
         self.is_open = False
         self.expert_s = 0.0
+        self.num_computed = 0
         self.patience_ns = max(1, round(patience_s * 1e9))
         self._patience_s = patience_s
         matrices = [
@@ -189,6 +191,7 @@ class WindowPool:
     def _note_times(self) -> None:
         nanoseconds, experts = self._scratch.times.tolist()
         self._scratch.times[:] = 0
+        self.num_computed = experts
         if experts:
             now_s = nanoseconds / experts * 1e-9
             self.expert_s += (now_s - self.expert_s) * (0.25 if self.expert_s else 1.0)

@@ -28,11 +28,12 @@ from strata_cli.engine.kernels.fetch import (
     bring_ahead,
     bring_layers,
     can_bring_layers,
+    coming_of,
     fetch_blobs,
     fetch_stride,
     learn_errors,
 )
-from strata_cli.engine.kernels.splitting import SlotRange
+from strata_cli.engine.kernels.splitting import Coming, SlotRange
 from strata_cli.errors import DeviceError
 
 FETCH_TOKENS = 4  # of a pass, whose experts all find a slot
@@ -261,6 +262,13 @@ class Fetcher:
         assert self._foresight is not None
         is_last = layer + 1 == len(self._layouts)
         return None if is_last else self._foresight.foreseen(layer + 1, num_tokens)
+
+    def coming(self, layer: int) -> Coming | None:
+        """What comes for a layer of a pass that looks ahead; None: nothing ever does."""
+        assert self._foresight is not None
+        if not layer:
+            return None
+        return coming_of(self._foresight.ahead(layer), self._layouts[layer].nbytes)
 
     def fetch(
         self, layer: int, expert_start: Tensor, ahead_tokens: int | None = None

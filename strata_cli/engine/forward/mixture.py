@@ -40,7 +40,7 @@ from strata_cli.engine.kernels.matmul_some import (
     matmul_some,
     matmul_swiglu_some,
 )
-from strata_cli.engine.kernels.splitting import clear_rows, split_pairs
+from strata_cli.engine.kernels.splitting import Coming, clear_rows, split_pairs
 from strata_cli.engine.kernels.weight import Weight
 
 
@@ -83,7 +83,8 @@ def mix_experts(
         moe.route_in_order(stream, router, ids, places, start, row_of, pair_of, ranked)
     else:
         moe.route(stream, router, ids, places)
-        start = _share_out(model, experts, split, ids, row_of, pair_of)
+        coming = None if ahead is None else ahead.coming(index)
+        start = _share_out(model, experts, split, (ids, row_of, pair_of), coming)
         if split.mailbox is not None:
             post_pairs(stream, index, ids, pair_of, start, read.values, split.mailbox)
     expert_out = take("expert_out", row_of.shape[0])
@@ -209,19 +210,18 @@ def _share_out(
     model: ModelOnStream,
     experts: ExpertMatrices,
     split: Split,
-    ids: Tensor,
-    row_of: Tensor,
-    pair_of: Tensor,
+    pairs: tuple[Tensor, Tensor, Tensor],
+    coming: Coming | None,
 ) -> Tensor:
-    """Enqueue the order of a layer's pairs by who computes them.
+    """Enqueue the order of a layer's pairs, ids, row_of and pair_of, by who computes them.
 
     Returns:
         expert_start, with those of the host's processor and those left out at its end.
     """
-    take, blobs = model.workspace.take, experts.gate.blobs
+    take, blobs, (ids, row_of, pair_of) = model.workspace.take, experts.gate.blobs, pairs
     ranks, start = take("expert_ranks", ids.shape[0]), model.workspace.take_all("expert_start")
     share, least_dropped = split.link_share, split.least_dropped
-    split_pairs(model.stream, ids, blobs, share, split.slots, least_dropped, ranks)
+    split_pairs(model.stream, ids, blobs, share, split.slots, least_dropped, ranks, coming)
     moe.order_by_expert(model.stream, ranks, start, row_of, pair_of)
     return start
 

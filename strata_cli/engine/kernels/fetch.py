@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank
-from strata_cli.engine.kernels.splitting import SlotRange
+from strata_cli.engine.kernels.splitting import Coming, SlotRange
 from strata_cli.errors import ShapeError
 
 BLOCKS, THREADS = 132, 512  # that keep enough of the link's lines under way
@@ -55,6 +55,13 @@ class Ahead(NamedTuple):
 
     state: Tensor
     slots: Tensor
+
+
+def coming_of(ahead: Ahead, blob_bytes: int) -> Coming:
+    """Which experts, of so many bytes, are on their way to it."""
+    words = (_CLAIMED, _CLAIMED + 1), (_COUNT, _COUNT + 1), (_EXPERTS, _DONE)
+    claimed, count, experts = (ahead.state.rows(*each) for each in words)
+    return Coming(claimed, count, experts, _spans_of(blob_bytes))
 
 
 def fetch_stride(blob_bytes: int) -> int:

@@ -6,6 +6,7 @@ slot of the device's memory, else a miss. Source of the rules: Strata's plan of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,11 +35,20 @@ class SlotRange(NamedTuple):
     end: int
 
 
-class PlaceCounts(NamedTuple):
-    """Distinct experts that the host's processor computes, and that are left out."""
+class Coming(NamedTuple):
+    """Experts that are on their way to the device before they are routed to; more may follow.
 
-    hosts: int
-    dropped: int
+    Attributes:
+        claimed: parts of them that are there or come, in the order of the list, int32 [1].
+        listed: how many, int32 [1].
+        experts: the list, int32 [n].
+        parts: of each.
+    """
+
+    claimed: Tensor
+    listed: Tensor
+    experts: Tensor
+    parts: int
 
 
 def split_pairs(
@@ -49,23 +59,26 @@ def split_pairs(
     slots: SlotRange,
     least_dropped: int,
     places: Tensor,
+    coming: Coming | None = None,
 ) -> None:
     """Give each pair of a token and an expert its place among those sorted by who computes them.
 
     A miss that every token ranks at ``least_dropped`` or later is left out. Of the other distinct
-    misses, in the order in which tokens and ranks first name them, the first ones, as many as the
-    share says, are read by the device, and the last ones go to the host's processor. What ranks
-    first is what is foreseen best: much of it is on its way already.
+    misses those that come already are the device's. Of the rest, in the order in which tokens and
+    ranks first name them, the first ones, as many as the share says, are read by the device, and
+    the last ones go to the host's processor: what ranks first is what may come next.
 
     Args:
         stream: enqueues here.
         ids: experts of each token, best first, int32 [T, k], each in 0..E-1.
         blobs: where the device finds each expert, int64 [E].
-        link_share: parts, of SHARES, of the misses that the device reads: int32 [1].
+        link_share: parts, of SHARES, of the misses that the device reads, but for those that come:
+            int32 [1].
         slots: where hits are.
         least_dropped: a rank, from 0; k: nothing is left out.
         places: int32 [T, k], overwritten: an id where the device computes the pair, E where the
             host's processor does, E + 1 where nobody does.
+        coming: which come; None: none does.
 
     Raises:
         ShapeError: an argument has another shape or type, or there are more than MOST_PAIRS pairs.
@@ -78,6 +91,11 @@ def split_pairs(
     expect("split_pairs places", places, ids.shape, I32)
     if ids.size > MOST_PAIRS:
         raise ShapeError(f"split_pairs: {ids.size} pairs, at most {MOST_PAIRS}")
+    room = 0 if coming is None else coming.experts.size
+    claimed, listed, experts, parts = coming or Coming(link_share, link_share, link_share, 1)
+    expect("split_pairs claimed", claimed, (1,), I32)
+    expect("split_pairs listed", listed, (1,), I32)
+    expect("split_pairs experts", experts, experts.shape, I32)
     launch = Launch(
         items=1 if ids.size else 0,
         grid=(1, 1, 1),
@@ -86,27 +104,21 @@ def split_pairs(
         extents=(ids.size, ids.shape[1], blobs.size),
         early=True,
     )
-    stream.launch(
-        SPLIT_PAIRS, launch, ids, blobs, link_share, slots.first, slots.end, least_dropped, places
-    )
+    numbers = slots.first, slots.end, least_dropped, parts, room
+    tensors = ids, blobs, link_share, claimed, listed, experts
+    stream.launch(SPLIT_PAIRS, launch, *tensors, *numbers, places)
 
 
-def count_places(
-    ids: Ints, blobs: Longs, link_share: int, slots: SlotRange, least_dropped: int
-) -> PlaceCounts:
-    """Distinct experts that split_pairs places elsewhere in the layers of a window, on the host.
+def count_dropped(ids: Ints, blobs: Longs, slots: SlotRange, least_dropped: int) -> int:
+    """How many distinct experts split_pairs leaves out in the layers of a window, on the host.
 
     Args:
         ids: experts of each layer's tokens, [L, T, k].
         blobs: where the device finds each layer's experts, [L, E].
-        link_share: as of split_pairs.
         slots: as of split_pairs.
         least_dropped: as of split_pairs.
     """
-    counts, share = np.zeros(2, np.int64), np.array([link_share], I32)
-    places = np.empty(ids.shape[1:], I32)
-    _count_places(ids, blobs, share, slots.first, slots.end, least_dropped, places, counts)
-    return PlaceCounts(int(counts[0]), int(counts[1]))
+    return _count_dropped(ids, blobs, slots.first, slots.end, least_dropped)
 
 
 def clear_rows(stream: Stream, bounds: Tensor, rows: Tensor) -> None:
@@ -157,6 +169,27 @@ def _is_first(ids: Ints, token: int, rank: int) -> bool:
 
 
 @inline_jit
+def _sure_place(
+    ids: Ints,
+    expert: int,
+    address: int,
+    slots: tuple[int, int],
+    least_dropped: int,
+    left_out: int,
+    coming: Ints,
+) -> int:
+    """Where an expert's pairs go whoever shares the misses; -1: it is one of these."""
+    if slots[0] <= address < slots[1]:
+        return expert
+    if _best_rank(ids, expert) >= least_dropped:
+        return left_out
+    for other in coming:
+        if other == expert:
+            return expert
+    return -1
+
+
+@inline_jit
 def _place(ids: Ints, expert: int, place: int, places: Ints) -> bool:
     """Give all pairs of an expert their place; False where they had it."""
     is_new = False
@@ -175,23 +208,31 @@ def _split_pairs(
     ids: Ints,
     blobs: Longs,
     link_share: Ints,
+    claimed: Ints,
+    count: Ints,
+    coming: Ints,
     first_slot: int,
     end_slots: int,
     least_dropped: int,
+    parts: int,
+    room: int,
     places: Ints,
 ) -> None:
     """One item: all pairs. Kept misses are counted first, at a place of their own."""
     (num_tokens, top_k), num_experts = ids.shape, blobs.size
+    slots = first_slot, end_slots
+    come = coming[: min(count[0], (claimed[0] + parts - 1) // parts) if room else 0]
     for _ in range(begin, end):
         places[:] = -1
         misses = 0
         for token in range(num_tokens):
             for rank in range(top_k):
                 expert = ids[token, rank]
-                if first_slot <= blobs[expert] < end_slots:
-                    places[token, rank] = expert
-                elif _best_rank(ids, expert) >= least_dropped:
-                    places[token, rank] = num_experts + 1
+                sure = _sure_place(
+                    ids, expert, blobs[expert], slots, least_dropped, num_experts + 1, come
+                )
+                if sure >= 0:
+                    places[token, rank] = sure
                 else:
                     misses += _place(ids, expert, num_experts, places)
         left = (misses * link_share[0] + SHARES // 2) // SHARES
@@ -205,27 +246,19 @@ def _split_pairs(
 
 
 @nogil_jit
-def _count_places(
-    ids: Ints,
-    blobs: Longs,
-    link_share: Ints,
-    first_slot: int,
-    end_slots: int,
-    least_dropped: int,
-    places: Ints,
-    counts: Longs,
-) -> None:
-    num_experts = blobs.shape[1]
+def _count_dropped(
+    ids: Ints, blobs: Longs, first_slot: int, end_slots: int, least_dropped: int
+) -> int:
+    dropped = 0
     for layer in range(ids.shape[0]):
         own = ids[layer]
-        _split_pairs(
-            0, 1, own, blobs[layer], link_share, first_slot, end_slots, least_dropped, places
-        )
         for token in range(own.shape[0]):
             for rank in range(own.shape[1]):
-                place = places[token, rank] - num_experts
-                if place >= 0 and _is_first(own, token, rank):
-                    counts[place] += 1
+                expert = own[token, rank]
+                is_hit = first_slot <= blobs[layer, expert] < end_slots
+                if not is_hit and _best_rank(own, expert) >= least_dropped:
+                    dropped += _is_first(own, token, rank)
+    return dropped
 
 
 @nogil_jit
@@ -237,9 +270,14 @@ def _clear_rows(begin: int, end: int, bounds: Ints, rows: Floats) -> None:
 
 
 def split_pairs_reference(
-    ids: Ints, blobs: Longs, link_share: int, slots: SlotRange, least_dropped: int
+    ids: Ints,
+    blobs: Longs,
+    link_share: int,
+    slots: SlotRange,
+    least_dropped: int,
+    coming: Sequence[int] = (),
 ) -> Ints:
-    """split_pairs in plain Python: ids [T, k] -> places [T, k]."""
+    """split_pairs in plain Python: ids [T, k] -> places [T, k]; coming are experts that come."""
     num_experts = blobs.size
     best: dict[int, int] = {}
     for row in ids.tolist():
@@ -249,8 +287,9 @@ def split_pairs_reference(
     misses = [expert for expert in best if not slots.first <= blobs[expert] < slots.end]
     kept = [expert for expert in misses if best[expert] < least_dropped]
     place_of |= {expert: num_experts + 1 for expert in misses if expert not in kept}
-    by_device = (len(kept) * link_share + SHARES // 2) // SHARES
-    place_of |= dict.fromkeys(kept[by_device:], num_experts)
+    shared = [expert for expert in kept if expert not in coming]
+    by_device = (len(shared) * link_share + SHARES // 2) // SHARES
+    place_of |= dict.fromkeys(shared[by_device:], num_experts)
     return np.array([[place_of[expert] for expert in row] for row in ids.tolist()], I32)
 
 
