@@ -9,7 +9,7 @@ DEV := $(VENV)/.dev-installed
 CUDA := $(VENV)/.cuda-installed
 BINARY := $(VENV)/.binary-installed
 BINARY_EXTRAS ?= serve
-CUDA_SOURCES = $(shell find strata_cli tests -name '*.cu' -o -name '*.cuh')
+CUDA_SOURCES = $(shell find strata_cli tests benchmarks -name '*.cu' -o -name '*.cuh')
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -24,9 +24,9 @@ __device__ inline void start_span(unsigned char *to, const unsigned char *from, 
                  : "memory");
     for (int at = 0; at < span; at += piece)
         asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-            ::"r"(shared_at(to + at)), "l"(from + at), "r"(min(piece, span - at)),
-            "r"(shared_at(full))
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+            "[%3];" ::"r"(shared_at(to + at)),
+            "l"(from + at), "r"(min(piece, span - at)), "r"(shared_at(full))
             : "memory");
 #else
 #pragma unroll 4
@@ -53,8 +53,10 @@ extern "C" __global__ void copy_spans(const unsigned char *data, const float *x,
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int size = static_cast<int>(span), slots = static_cast<int>(depth);
     unsigned char *own = reinterpret_cast<unsigned char *>(shared) + warp * slots * size;
-    unsigned long long *full = reinterpret_cast<unsigned long long *>(
-        reinterpret_cast<unsigned char *>(shared) + warps * slots * size) + warp * slots;
+    unsigned long long *full =
+        reinterpret_cast<unsigned long long *>(reinterpret_cast<unsigned char *>(shared) +
+                                               warps * slots * size) +
+        warp * slots;
     const long long spans = nbytes / span, step = static_cast<long long>(gridDim.x) * warps;
     const long long first = blockIdx.x + static_cast<long long>(gridDim.x) * warp;
 #if BULK
@@ -66,15 +68,19 @@ extern "C" __global__ void copy_spans(const unsigned char *data, const float *x,
 #endif
     for (int i = 0; i < slots; i++) {
         const long long s = first + i * step;
-        if (s < spans) start_span(own + i * size, data + s * span, size, size < piece ? size : static_cast<int>(piece), full + i);
+        if (s < spans)
+            start_span(own + i * size, data + s * span, size,
+                       size < piece ? size : static_cast<int>(piece), full + i);
 #if !BULK
         asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
     }
 #if AHEAD_L2
     if (lane == 0)
-        for (long long s = first + slots * step, n = 0; s < spans && n < AHEAD_L2; s += step, n += span)
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(data + s * span), "r"(size)
+        for (long long s = first + slots * step, n = 0; s < spans && n < AHEAD_L2;
+             s += step, n += span)
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(data + s * span),
+                         "r"(size)
                          : "memory");
 #endif
     asm volatile("griddepcontrol.launch_dependents;");
@@ -88,19 +94,25 @@ extern "C" __global__ void copy_spans(const unsigned char *data, const float *x,
 #if BULK
         wait_span(full + slot, turn);
 #else
-        if (slots == 1) asm volatile("cp.async.wait_group 0;" ::: "memory");
-        else if (slots == 2) asm volatile("cp.async.wait_group 1;" ::: "memory");
-        else asm volatile("cp.async.wait_group 3;" ::: "memory");
+        if (slots == 1)
+            asm volatile("cp.async.wait_group 0;" ::: "memory");
+        else if (slots == 2)
+            asm volatile("cp.async.wait_group 1;" ::: "memory");
+        else
+            asm volatile("cp.async.wait_group 3;" ::: "memory");
 #endif
         __syncwarp();
         seen |= *reinterpret_cast<unsigned *>(own + slot * size + 4 * lane);
         __syncwarp();
         const long long next = s + slots * step;
-        if (next < spans) start_span(own + slot * size, data + next * span, size, size < piece ? size : static_cast<int>(piece), full + slot);
+        if (next < spans)
+            start_span(own + slot * size, data + next * span, size,
+                       size < piece ? size : static_cast<int>(piece), full + slot);
 #if !BULK
         asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
         if (++slot == slots) slot = 0, turn ^= 1;
     }
-    out[blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x] = seen + __float_as_uint(all);
+    out[blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x] =
+        seen + __float_as_uint(all);
 }
