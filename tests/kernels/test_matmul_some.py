@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 from strata_cli.engine.kernels.float_pair import can_split_pair, matmul_float_pair
+from strata_cli.engine.kernels.hyper import stream_mix
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul, round_rows
 from strata_cli.engine.kernels.matmul_several import Experts, Product, grouped_matmul_pair
 from strata_cli.engine.kernels.matmul_some import (
     ExpertMlp,
     can_make_some,
+    can_mix_some,
     can_take_some,
     experts_of_some,
+    matmul_mix_some,
     matmul_some,
     matmul_swiglu_some,
     some_plan,
@@ -179,3 +182,24 @@ def test_two_float32_matrices_slice_by_slice_have_the_bits_of_few(
             own = slice(begin, min(begin + 25, tokens))
             matmul(lab.stream, x.rows(own.start, own.stop), weight, few.rows(own.start, own.stop))
         np.testing.assert_array_equal(lab.get(out), lab.get(few))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "rank", "tokens"), [(2_560, 320, 100), (70, 256, 33)])
+def test_a_mix_by_gates_as_they_are_made_has_its_bits(
+    gpu_lab: Lab, size: int, rank: int, tokens: int
+) -> None:
+    lab, rows = gpu_lab, 4 * size
+    up = Weight(lab.put(packed_rows(Q.Q8_0, rows, rank, 1)), Q.Q8_0, rows, rank)
+    if not can_mix_some(lab.stream, up, 4, tokens):
+        pytest.skip("this GPU has no room for them")
+    low = lab.put(normal(2, tokens, rank).astype(np.float16))
+    normed, gate = lab.put(normal(3, tokens, rows)), lab.empty((tokens, rows))
+    mixed, expected = (
+        (lab.empty((tokens, size)), lab.empty((tokens, size), np.float16)) for _ in range(2)
+    )
+    matmul_mix_some(lab.stream, low, up, normed, *mixed)
+    matmul_some(lab.stream, low, up, gate)
+    stream_mix(lab.stream, gate, normed, *expected)
+    for own, other in zip(mixed, expected, strict=True):
+        np.testing.assert_array_equal(lab.get(own), lab.get(other))

@@ -18,7 +18,7 @@ from strata_cli.engine.kernels.combine_write import (
 from strata_cli.engine.kernels.matmul import matmul
 from strata_cli.engine.kernels.matmul_gated import can_gate, matmul_silu
 from strata_cli.engine.kernels.matmul_several import Product, matmul_several
-from strata_cli.engine.kernels.matmul_some import can_make_some, matmul_some
+from strata_cli.engine.kernels.matmul_some import can_mix_some, matmul_mix_some
 from strata_cli.engine.kernels.stream_read import (
     can_inject_beside,
     can_mix_beside,
@@ -53,11 +53,9 @@ def read_streams(
     if not is_normed:
         rounded = model.room_for_rounded(normed)
         hyper.stream_norm(stream, x, weights.norm, model.spec.rms_eps, normed, rounded)
-    some = _read_some(model, weights, normed)
+    some = _read_some(model, weights, normed, y)
     if some is not None:
-        rounded = model.room_for_rounded(y)
-        hyper.stream_mix(stream, some.gate, normed, y, rounded)
-        return LayerInput(y, rounded, some.inject)
+        return some
     low, inject = _squeeze(model, weights, normed)
     if can_mix_beside(stream, low, model.spec.num_streams, weights.up):
         matmul_silu_mix(stream, low, model.spec.num_streams, weights.up, normed, y)
@@ -73,31 +71,28 @@ def read_streams(
     return LayerInput(y, rounded, inject)
 
 
-class _SomeRead(NamedTuple):
-    """Gates of the streams, float32 [T, S * D], and their inject."""
-
-    gate: Tensor
-    inject: Tensor
-
-
-def _read_some(model: ModelOnStream, weights: ReadWeights, normed: Tensor) -> _SomeRead | None:
-    """Enqueue what opens the normed streams [T, S * D] of some tokens; None: not so many."""
+def _read_some(
+    model: ModelOnStream, weights: ReadWeights, normed: Tensor, y: Tensor
+) -> LayerInput | None:
+    """Enqueue a read of the normed streams [T, S * D] of some tokens; None: not so many."""
     take, num, stream = model.workspace.take, normed.shape[0], model.stream
-    rounded, scratch = model.room_for_rounded(normed), model.workspace.take_all("stream_gate")
-    if rounded is None or not can_make_some(stream, weights.up, num):
+    rounded, num_streams = model.room_for_rounded(normed), model.spec.num_streams
+    if rounded is None or not can_mix_some(stream, weights.up, num_streams, num):
         return None
+    scratch = model.workspace.take_all("stream_gate")
     if not can_squeeze_some(stream, rounded, weights.down, weights.inject, scratch):
         return None
-    room, num_streams, inject = take("low", num), model.spec.num_streams, None
+    room, inject = take("low", num), None
     low = Tensor.over(room.buffer, room.shape, np.float16, room.offset_bytes)
     if weights.inject is not None:
         shape = (inject_parts(normed.shape[1]), num, weights.inject.rows)
         parts = model.workspace.take_shaped("inject_parts", *shape)
         inject = Inject(weights.inject, parts)
     squeeze_some(stream, normed, rounded, weights.down, inject, num_streams, scratch, low)
-    gate = take("stream_gate", num)
-    matmul_some(stream, low, weights.up, gate)
-    return _SomeRead(gate, take("inject", num) if inject is None else inject.parts)
+    half = model.room_for_rounded(y)  # over normed's, which is used up
+    assert half is not None
+    matmul_mix_some(stream, low, weights.up, normed, y, half)
+    return LayerInput(y, half, take("inject", num) if inject is None else inject.parts)
 
 
 def _squeeze(model: ModelOnStream, weights: ReadWeights, normed: Tensor) -> tuple[Tensor, Tensor]:

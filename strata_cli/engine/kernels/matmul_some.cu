@@ -3,18 +3,20 @@
 //   x [R,K] f16; matrices are N rows of K quantized weights; pairs are sorted by expert
 //   matmul_some, grouped_some:   x, a row for each pair -> out [P,N] f32
 //   matmul_swiglu, grouped_swiglu: x, or its rows row_of -> out [P,N] f16 = silu(gate) * up of two
-//   grid (blocks): each makes as many tiles as the others, one after the other, whosever they are.
-//   A matrix's weights are read and decoded once for up to 8 * GROUPS of its pairs. Decoding is
-//   what bounds this, at about 20 weights of a multiprocessor per clock.
+//   matmul_mix: x -> out [P,N] = stream_mix (hyper.cu) by the gates that the matrix of 4 * N rows
+//   makes grid (blocks): each makes as many tiles as the others, one after the other, whosever they
+//   are. A matrix's weights are read and decoded once for up to 8 * GROUPS of its pairs. Decoding
+//   is what bounds this, at about 20 weights of a multiprocessor per clock.
 //
 // A tile is 16 weight rows: of one matrix, or eight of each of the two, whose sums then meet in one
-// lane. One warp copies tile after tile into a ring of slots (spans.cuh); teams of the others take
-// tiles in turns, a slice to a warp, and the first warp of a team adds the slices up. All pairs of
-// a group have their activations in shared memory once. Each sum is made of the same operations in
-// the same order as in matmul_few.cu.
+// lane, or four of each stream, whose sums meet in two lanes. One warp copies tile after tile into
+// a ring of slots (spans.cuh); teams of the others take tiles in turns, a slice to a warp, and the
+// first warp of a team adds the slices up. All pairs of a group have their activations in shared
+// memory once. Each sum is made of the same operations in the same order as in matmul_few.cu.
 #include "few_multiply.cuh"
 #include "math32.cuh"
 #include "overlap.cuh"
+#include "special.cuh"
 #include "tiles.cuh"
 
 constexpr int TILE_ROWS = 16;
@@ -81,7 +83,11 @@ struct OfAll {
     __device__ int groups() const { return (tokens + MOST - 1) / MOST; }
     __device__ Group group(int number) const { return part_of(0, tokens, groups(), number); }
     __device__ const unsigned char *data(int, int matrix) const {
-        return MATRICES > 1 && matrix > 0 ? matrices[MATRICES - 1] : matrices[0];
+        const unsigned char *found = matrices[0];
+#pragma unroll
+        for (int i = 1; i < MATRICES; i++)
+            if (matrix == i) found = matrices[i];
+        return found;
     }
     __device__ long long row_of(int pair) const { return pair; }
 };
@@ -100,7 +106,9 @@ struct Some {
     Source source;
     const unsigned short *x;
     void *out;
-    int rows, cols, tiles;  // of a matrix; tiles of a group
+    const float *normed;      // the streams [P,4,N] that gates open
+    unsigned short *rounded;  // their mix as f16
+    int rows, cols, tiles;    // of a matrix; tiles of a group
     Plan plan;
     Cut cut;
     Ring ring;
@@ -252,6 +260,10 @@ struct Some {
 
     // Writes a tile; the columns of a lane are 2t and 2t + 1 of each eight.
     __device__ void write(const Sums &totals, int tile, const Group &own) const {
+        if constexpr (MATRICES == 4) {
+            mix(totals, tile, own);
+            return;
+        }
         constexpr float inverse_gain = 1.0f / GAIN<TYPE>;  // a power of two
         const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
         const int n = tile * MATRIX_ROWS + g;
@@ -263,13 +275,44 @@ struct Some {
                 if (column >= own.count) continue;
                 const long long to = static_cast<long long>(own.first + column) * rows + n;
                 const float a = totals[j][i] * inverse_gain, b = totals[j][2 + i] * inverse_gain;
-                if constexpr (MATRICES > 1) {
+                if constexpr (MATRICES == 2) {
                     if (n < rows) static_cast<unsigned short *>(out)[to] = half_of(silu32(a) * b);
                 } else {
                     if (n < rows) static_cast<float *>(out)[to] = a;
                     if (n + 8 < rows) static_cast<float *>(out)[to + 8] = b;
                 }
             }
+    }
+
+    // Opens the streams by a tile of gates. A lane has those of streams 0 and 2, or 1 and 3, of two
+    // columns; it takes one of these columns, and has the other two gates from lane ^ 16.
+    __device__ void mix(const Sums &totals, int tile, const Group &own) const {
+        constexpr float inverse_gain = 1.0f / GAIN<TYPE>;
+        const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3, odd = g / 4;
+        const int n = tile * MATRIX_ROWS + g % 4;
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++) {
+            float gates[4];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float first = totals[j][2 * half], second = totals[j][2 * half + 1];
+                const float kept = odd ? second : first;
+                const float other = __shfl_xor_sync(ALL_LANES, odd ? first : second, 16);
+                gates[2 * half] = odd ? other : kept;
+                gates[2 * half + 1] = odd ? kept : other;
+            }
+            const int column = 8 * j + 2 * t + odd;
+            if (column >= own.count || n >= rows) continue;
+            const long long pair = own.first + column;
+            float total = 0.0f;
+#pragma unroll
+            for (int s = 0; s < 4; s++)
+                total = fmaf(sigmoid_fast(gates[s] * inverse_gain),
+                             normed[(4 * pair + s) * rows + n], total);
+            const float mixed = total * 0.25f;
+            static_cast<float *>(out)[pair * rows + n] = mixed;
+            rounded[pair * rows + n] = half_of(mixed);
+        }
     }
 
     __device__ static void store(float4 *to, const Sums &own) {
@@ -436,6 +479,23 @@ __global__ void __launch_bounds__(MOST_THREADS, 1)
                    expert_start,
                    row_of,
                    {nullptr, nullptr, static_cast<int>(experts)}};
+    Shape({rows, cols, teams, team_warps, slots, slot_chunks, depth, slice, span_shift, chunks})
+        .set(work);
+    work.run(shared);
+}
+
+template <int TYPE, int LANE, int ALIGN, int GROUPS>
+__global__ void __launch_bounds__(MOST_THREADS, 1)
+    matmul_mix(const unsigned short *x, const unsigned char *data, const float *normed, float *out,
+               unsigned short *rounded, long long, long long tokens, long long rows, long long cols,
+               long long teams, long long team_warps, long long slots, long long slot_chunks,
+               long long depth, long long slice, long long span_shift, long long chunks) {
+    extern __shared__ uint4 shared[];
+    Some<TYPE, LANE, ALIGN, GROUPS, 4, OfAll> work;
+    work.x = x, work.out = out, work.normed = normed, work.rounded = rounded;
+    const long long apart = rows * Rows<TYPE, LANE>::bytes(static_cast<int>(cols));
+    work.source = {{data, data + apart, data + 2 * apart, data + 3 * apart},
+                   static_cast<int>(tokens)};
     Shape({rows, cols, teams, team_warps, slots, slot_chunks, depth, slice, span_shift, chunks})
         .set(work);
     work.run(shared);

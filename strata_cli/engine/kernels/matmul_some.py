@@ -33,7 +33,9 @@ from strata_cli.errors import DeviceError
 SOME_SOURCE = "matmul_some.cu"
 CAPABILITY = (9, 0)  # the least that copies runs of bytes
 MOST_WARPS = 20  # that multiply
-TILE_ROWS = 16  # weight rows, of one matrix or of two
+TILE_ROWS = 16  # weight rows, of one matrix, of two, or of four streams
+STREAMS = 4  # that can be mixed
+ENDS = {1: "some", 2: "swiglu", STREAMS: "mix"}  # of functions' names, by matrices of a tile
 GROUPS = (4, 2, 1)  # of eight pairs whose activations a block may hold
 MOST_DEPTH = 4  # tiles of a team that are in shared memory or on their way
 GATE_BYTES = 8
@@ -105,7 +107,7 @@ def some_plan(matrix: Matrix, matrices: int, experts: int, gpu: Gpu, tokens: int
         )
     if not experts:
         shape = _with_work(shape, matrix, matrices, gpu, tokens)
-    name = ("grouped_" if experts else "matmul_") + ("swiglu" if matrices == 2 else "some")
+    name = ("grouped_" if experts else "matmul_") + ENDS[matrices]
     return Plan(
         unit=unit_of(SOME_SOURCE, name, matrix.qtype, matrix.lane, matrix.align, shape.groups),
         grid=(max(1, gpu.num_multiprocessors), 1, 1),
@@ -140,7 +142,8 @@ def can_make_some(stream: Stream, weight: Weight, tokens: int, *, matrices: int 
     """Whether ``matmul_some``, or ``matmul_swiglu_some``, makes so many rows, and first."""
     if not stream.shared_bytes or not FEW_TOKENS < tokens <= SOME_TOKENS:
         return False
-    return _shape(_matrix(weight), matrices, 0, gpu_of(stream)) is not None
+    matrix = _part(weight, STREAMS) if matrices == STREAMS else _matrix(weight)
+    return _shape(matrix, matrices, 0, gpu_of(stream)) is not None
 
 
 def matmul_some(stream: Stream, rounded: Tensor, weight: Weight, out: Tensor) -> None:
@@ -189,9 +192,50 @@ def matmul_swiglu_some(
     stream.launch(gpu_kernel(plan.unit), launch, *operands, *numbers)
 
 
+def can_mix_some(stream: Stream, up: Weight, num_streams: int, tokens: int) -> bool:
+    """Whether ``matmul_mix_some`` takes the gates of so many rows."""
+    if num_streams != STREAMS or up.rows % STREAMS:
+        return False
+    return can_make_some(stream, up, tokens, matrices=STREAMS)
+
+
+def matmul_mix_some(
+    stream: Stream, low: Tensor, up: Weight, normed: Tensor, out: Tensor, rounded: Tensor
+) -> None:
+    """Enqueue ``stream_mix`` by the gates that a product makes, where ``can_mix_some``.
+
+    Args:
+        stream: where it runs.
+        low: float16 [T, K].
+        up: S * D rows of K quantized weights.
+        normed: float32 [T, S * D].
+        out: float32 [T, D], overwritten.
+        rounded: float16 [T, D], overwritten: out as ``round_rows`` rounds it.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    tokens, rows = low.shape[0], up.rows // STREAMS
+    expect("matmul_mix_some low", low, (tokens, up.cols), np.float16)
+    expect("matmul_mix_some normed", normed, (tokens, up.rows))
+    expect("matmul_mix_some out", out, (tokens, rows))
+    expect("matmul_mix_some rounded", rounded, (tokens, rows), np.float16)
+    plan = some_plan(_part(up, STREAMS), STREAMS, 0, gpu_of(stream), tokens)
+    numbers = (int(up.qtype), tokens, rows, up.cols)
+    operands = (low, up.data, normed, out, rounded)
+    launch = plan.launch(1, 1, early=True)
+    stream.launch(gpu_kernel(plan.unit), launch, *operands, *numbers)
+
+
 def are_alike(first: Weight, second: Weight) -> bool:
     """Whether one function is compiled for both."""
     return _matrix(first) == _matrix(second)
+
+
+def _part(weight: Weight, parts: int) -> Matrix:
+    """One of so many equal runs of a weight's rows."""
+    whole = _matrix(weight)
+    return whole._replace(rows=whole.rows // parts)
 
 
 def _matrix(weight: Weight) -> Matrix:
