@@ -3,12 +3,12 @@
     PYTHONPATH=. python benchmarks/canonical_costs.py [MODEL.gguf] [--device NAME] [--prefix N]
         [--runs N] [--json FILE]
 
-Three ratios, each with the bound that it must keep: a canonical over a plain first read of one
-prompt; a prompt whose prefix is cached over a fresh read of it; sixteen suffixes with their prefix
-over one of them with its prefix. The two sides take turns, in changing order, so that noise falls
-on both alike; a ratio is the median of the turns' ratios (least to most). On the host, processor
-time counts, which others that use the machine disturb less than wall time. The logits of both are
-compared bit by bit.
+Ratios, each with the bound that it must keep: a canonical over a plain first read of one prompt; a
+prompt whose prefix is cached over a fresh read of it, and the same behind other prompts with that
+prefix; sixteen suffixes with their prefix over one of them with its prefix. The two sides take
+turns, in changing order, so that noise falls on both alike; a ratio is the median of the turns'
+ratios (least to most). On the host, processor time counts, which others that use the machine
+disturb less than wall time. The logits of both are compared bit by bit.
 
 Where not all experts are resident, the second ratio has a bound that no order of copies can mend:
 what its tail routes to must be in slots or come over the link. That is stated too, for the slots as
@@ -37,6 +37,7 @@ from strata_cli.models import DEMO_MODEL_PATH
 from tools.synth.prompts import zipf_prompt
 
 TAIL, SUFFIX, NUM_SUFFIXES = 100, 64, 16
+ASKED = 2
 FIRST = 1032
 
 Rows = list[NDArray[np.float32]]
@@ -165,20 +166,28 @@ def canonical_over_plain(engine: Engine, session: Session, runs: int) -> Ratio:
 
 
 def cached_over_fresh(
-    engine: Engine, session: Session, prefix: int, runs: int
+    engine: Engine, session: Session, prefix: int, runs: int, asked: int
 ) -> tuple[Ratio, TailLink | None]:
-    ids = zipf_prompt(engine.spec.vocab_size, prefix + TAIL, 2)
+    """Of a tail behind so many others with its prefix; see the module."""
+    vocab_size = engine.spec.vocab_size
+    ids = zipf_prompt(vocab_size, prefix + TAIL, 2)
     request = ReadRequest(ids=ids, top=5)
-    cached = Side(
-        lambda: [reading.read_in(session, request).logits],
-        lambda: session.read_prefix(ids[:prefix], reuse=False),
-    )
+
+    def ask() -> None:
+        session.read_prefix(ids[:prefix], reuse=False)
+        for number in range(1, asked + 1):
+            tail = zipf_prompt(vocab_size, prefix + TAIL + number, 2)[-TAIL:]
+            reading.read_in(session, ReadRequest(ids=ids[:prefix] + tail, top=5))
+
+    cached = Side(lambda: [reading.read_in(session, request).logits], ask)
 
     def fresh() -> Rows:
         with engine.sequence() as sequence:
             return [reading.read(engine, sequence, request).logits]
 
     what = f"{TAIL} tokens behind {prefix} cached ones over a fresh read"
+    if asked:
+        what = f"the same, {asked} others asked before"
     ratio = ratio_of(engine, what, 0.05, cached, Side(fresh), runs)
     cached.timed(time.perf_counter)
     return ratio, TailLink.of(engine)
@@ -222,9 +231,14 @@ def main() -> None:
     with Engine.open(options) as engine, Session(engine) as session:
         ratios.append(canonical_over_plain(engine, session, 3 * arguments.runs))
         print(ratios[-1].line(), flush=True)
-        ratio, link = cached_over_fresh(engine, session, arguments.prefix, arguments.runs)
-        ratios.append(ratio)
-        print("\n".join([ratio.line()] + ([] if link is None else [link.line()])), flush=True)
+        links = []
+        for asked in (0, ASKED):
+            ratio, link = cached_over_fresh(
+                engine, session, arguments.prefix, arguments.runs, asked
+            )
+            ratios.append(ratio)
+            links.append(None if link is None else asdict(link))
+            print("\n".join([ratio.line()] + ([] if link is None else [link.line()])), flush=True)
         ratios.append(suffixes_over_one(engine, session, arguments.prefix, arguments.runs))
         print(ratios[-1].line(), flush=True)
         about = {
@@ -234,7 +248,7 @@ def main() -> None:
             "model": engine.model_name,
             "device": engine.device_name,
             "chunk_tokens": engine.chunk_tokens,
-            "tail_link": None if link is None else asdict(link),
+            "tail_links": links,
         }
     if arguments.json:
         rows = [asdict(ratio) | {"holds": ratio.holds} for ratio in ratios]
