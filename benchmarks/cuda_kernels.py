@@ -18,8 +18,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -448,29 +450,25 @@ def cases() -> Iterator[tuple[str, Callable[[Bench], None]]]:
     by_tokens = (streams, delta_net, heads, experts, n_grams)
     for tokens in TOKENS:
         for group in by_tokens:
-            yield group.__name__, lambda bench, group=group, n=tokens: group(bench, n)
+            yield group.__name__, partial(group, tokens=tokens)
     for tokens, context in (
         (1, 200), (1, 2048), (1, 8192), (1, 262_144), (8, 8192), (64, 8192), (64, 32_768),
         (4096, 4096), (4096, 32_768),
     ):  # fmt: skip
-        yield "attention", lambda bench, n=tokens, p=context: sparse_attention(bench, n, p)
+        yield "attention", partial(sparse_attention, tokens=tokens, context=context)
     for tokens, context in ((1, 4096), (1, 65_536), (1024, 1024)):
-        yield "attention", lambda bench, n=tokens, p=context: dense_attention(bench, n, p)
+        yield "attention", partial(dense_attention, tokens=tokens, context=context)
 
 
 def delta_variants(bench: Bench) -> None:
     """Block shapes of the delta rule."""
-    chosen = gdn.DeltaRuleShape.of
-    try:
-        for tokens in (1, 2048):
-            for warps in (2, 4, 8):
-                shape = gdn.DeltaRuleShape(8, warps, tokens > 1)
-                gdn.DeltaRuleShape.of = lambda *_, shape=shape: shape
-                name = f"delta_rule {warps} warps"
-                bench.measure_each(name, tokens, delta_bytes(tokens), delta_calls(bench, tokens))
-                bench.free()
-    finally:
-        gdn.DeltaRuleShape.of = chosen
+    for tokens in (1, 2048):
+        for warps in (2, 4, 8):
+            shape = gdn.DeltaRuleShape(8, warps, tokens > 1)
+            name, nbytes = f"delta_rule {warps} warps", delta_bytes(tokens)
+            with mock.patch.object(gdn.DeltaRuleShape, "of", return_value=shape):
+                bench.measure_each(name, tokens, nbytes, delta_calls(bench, tokens))
+            bench.free()
 
 
 def check() -> int:

@@ -120,10 +120,9 @@ def weights_in(value: Any) -> Iterator[Any]:
         for item in value:
             yield from weights_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, Tensor):
-        if isinstance(value, NgramWeights):
-            value = dataclasses.replace(value, table=None)  # read row by row
         for item in dataclasses.fields(value):
-            yield from weights_in(getattr(value, item.name))
+            if not (isinstance(value, NgramWeights) and item.name == "table"):  # read row by row
+                yield from weights_in(getattr(value, item.name))
 
 
 class Bytes(NamedTuple):
@@ -162,7 +161,7 @@ def open_timed(options: EngineOptions) -> tuple[Engine, dict[str, Any]]:
 
 def prompt_rows(engine: Engine, lengths: list[int], until: float) -> list[dict[str, Any]]:
     rng = np.random.default_rng(1)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for length in lengths:
         if length > engine.context_tokens or time.monotonic() > until:
             continue
@@ -202,7 +201,7 @@ def decode_row(
 
         replay_seconds = [seconds / REPLAYS for seconds in timed(replay, 2.0)]
     nbytes = bytes_per_token(engine)
-    row = {
+    row: dict[str, Any] = {
         "position": prompt,
         "steps": steps,
         "tokens_per_s": rates(1, step_seconds),
@@ -225,7 +224,8 @@ def least_seconds(nbytes: Bytes, copies: dict[str, Any], experts: str) -> float:
     """What reading a token's weights takes at the measured rates: mapped ones over the link."""
     over_link = {"device": 0.0, "mixed": 0.5, "mapped": 1.0}[experts] * nbytes.experts
     in_memory = sum(nbytes) - over_link
-    memory, link = (copies[key]["median"] * 1e9 for key in ("memory_gbps", "host_to_device_gbps"))
+    keys = ("memory_gbps", "host_to_device_gbps")
+    memory, link = (float(copies[key]["median"]) * 1e9 for key in keys)
     return max(over_link / link, in_memory / memory)
 
 

@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks.figures import seconds
@@ -88,8 +89,8 @@ def measure(engine: Engine, arguments: argparse.Namespace) -> dict[str, object]:
         fresh, shared = [], []
         for run in range(arguments.runs + 1):  # the first warms up
             other = f"{run} {state}"
-            one = seconds(lambda text=other: raw.decide(text, asked))
-            every = seconds(lambda text=other: decider.decide(text, asked))
+            one = seconds(partial(raw.decide, other, asked))
+            every = seconds(partial(decider.decide, other, asked))
             if run:
                 fresh.append(one)
                 shared.append(every)

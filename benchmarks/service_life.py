@@ -66,8 +66,8 @@ class Life:
         return self.systemctl("show", "-p", name, "--value", "strata")
 
     def launch(self) -> None:
-        command = (sys.executable, "-m", "strata_cli", "launch", "embedded", "--device", "host")
-        command += ("--systemd", "user", "--port", str(self.port), "--config", str(self.file))
+        command = [sys.executable, "-m", "strata_cli", "launch", "embedded", "--device", "host"]
+        command += ["--systemd", "user", "--port", str(self.port), "--config", str(self.file)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=self.home)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:

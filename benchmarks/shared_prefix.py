@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -88,11 +89,10 @@ def measure(work: Work, runs: int) -> list[Row]:
         park_and_return(work, parking)
         cases: dict[str, Callable[[], object]] = {"one fresh read": work.fresh}
         for count in COUNTS:
-            cases[f"{count} suffixes with their prefix"] = lambda n=count: work.shared(n)
+            cases[f"{count} suffixes with their prefix"] = partial(work.shared, count)
         for count in COUNTS:
-            cases[f"{count} suffixes of a prefix that was read"] = lambda n=count: held.score(
-                work.suffixes[:n]
-            )
+            several = work.suffixes[:count]
+            cases[f"{count} suffixes of a prefix that was read"] = partial(held.score, several)
         cases["a tail after a cached prefix"] = lambda: session.read(
             work.prefix + work.suffixes[0][:-1] + [int(time.perf_counter_ns() % 1000)]
         )
