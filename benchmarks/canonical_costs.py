@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine import reading
 from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.engine.reading import ReadRequest
 from strata_cli.engine.session import Session
 from strata_cli.models import DEMO_MODEL_PATH
@@ -39,6 +40,8 @@ from tools.synth.prompts import zipf_prompt
 TAIL, SUFFIX, NUM_SUFFIXES = 100, 64, 16
 ASKED = 2
 FIRST = 1032
+PREFIX = 8192
+ROOM = NUM_SUFFIXES * SUFFIX + TAIL + 1  # of the context, behind the prefix
 
 Rows = list[NDArray[np.float32]]
 Clock = Callable[[], float]
@@ -208,6 +211,12 @@ def suffixes_over_one(engine: Engine, session: Session, prefix: int, runs: int) 
     return ratio_of(engine, what, 1.5, score(NUM_SUFFIXES), score(1), runs)
 
 
+def usual_prefix(path: Path) -> int:
+    """Tokens of the prefix: as many as the bounds are meant for, where the context has them."""
+    with load_model_file(path) as model:
+        return min(PREFIX, model.spec.context_tokens - ROOM)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?", default=DEMO_MODEL_PATH)
@@ -215,15 +224,17 @@ def main() -> None:
     parser.add_argument("--vram-mib", type=int, default=0)
     parser.add_argument("--slots", type=int, help="of the expert cache")
     parser.add_argument("--profile", type=Path, help="of the experts")
-    parser.add_argument("--prefix", type=int, default=8192)
+    parser.add_argument("--prefix", type=int, help="8,192 tokens, or what the model has room for")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.prefix is None:
+        arguments.prefix = usual_prefix(arguments.model)
     options = EngineOptions(
         model=arguments.model,
         device=arguments.device,
         vram_bytes=arguments.vram_mib << 20,
-        max_context=arguments.prefix + NUM_SUFFIXES * SUFFIX + TAIL + 1,
+        max_context=arguments.prefix + ROOM,
         expert_cache=arguments.slots,
         expert_profile=arguments.profile,
     )

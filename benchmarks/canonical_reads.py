@@ -10,7 +10,8 @@ code is 1 where one differs. --broken breaks the arithmetic on purpose and count
 
 The model's experts are cached in 4,360 slots for 24,576 pairs of layer and expert, to scale, the
 others streamed. With --first the first run is kept in a file, or comes from there: a new process is
-the best restart, and what takes long can be taken in parts.
+the best restart, and what takes long can be taken in parts. The embedded model, which is read where
+no other is named, has room for --small alone.
 """
 
 from __future__ import annotations
@@ -268,6 +269,11 @@ def bench_of(arguments: argparse.Namespace) -> Bench:
         spec = model.spec
         facts = Facts(spec.num_layers * spec.num_experts, spec.num_experts_per_tok)
     sizes = SMALL_SIZES if arguments.small else SPEC_SIZES
+    if sizes.context_tokens >= spec.context_tokens:
+        raise SystemExit(
+            f"{arguments.model} has a context of {spec.context_tokens} tokens, the protocol takes "
+            f"{sizes.context_tokens + 1}; --small takes {SMALL_SIZES.context_tokens + 1}"
+        )
     options = EngineOptions(
         model=arguments.model,
         device=arguments.device,
