@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from strata_cli.engine.device import open_device
 from strata_cli.engine.engine import Engine
-from strata_cli.errors import ConfigError
+from tests.devices import EVERY_DEVICE, device_or_skip
 from tests.engine.readings import CONTEXT, TEXT, Reading, Truth, open_engine, read_in_parts
 from tests.model.tiny_model import write_tiny_model
 
@@ -23,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture(scope="session", params=["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="session", params=EVERY_DEVICE)
 def device_name(request: pytest.FixtureRequest) -> str:
     """A device that is there."""
     return _present(request.param)
@@ -36,10 +35,7 @@ def gpu() -> str:
 
 
 def _present(name: str) -> str:
-    try:
-        open_device(name).close()
-    except ConfigError as error:
-        pytest.skip(f"no {name}: {error.message}")
+    device_or_skip(name).close()
     return name
 
 

@@ -6,20 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.model.tensors import ModelFile
-from strata_cli.errors import ConfigError
+from tests.devices import EVERY_DEVICE, device_or_skip
 from tests.experts.tiny_store import open_tiny
 
 
-@pytest.fixture(params=["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.fixture(params=EVERY_DEVICE)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    try:
-        opened = open_device(request.param)
-    except ConfigError as error:
-        pytest.skip(f"no {request.param}: {error.message}")
-    with opened:
+    with device_or_skip(request.param) as opened:
         yield opened
 
 

@@ -7,17 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from strata_cli.engine.device import open_device
-from strata_cli.errors import ConfigError
+from tests.devices import EVERY_DEVICE, device_or_skip
 from tests.kernels.lab import Lab
 
 
-@pytest.fixture(scope="module", params=["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=EVERY_DEVICE)
 def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
-    try:
-        device = open_device(request.param, threads=3)
-    except ConfigError as error:
-        pytest.skip(f"no {request.param}: {error.message}")
-    with device:
+    with device_or_skip(request.param, threads=3) as device:
         yield Lab(device, device.stream("test"))
 
 
@@ -31,9 +27,5 @@ def host_lab() -> Iterator[Lab]:
 @pytest.fixture(scope="module")
 def gpu_lab() -> Iterator[Lab]:
     """For comparing a GPU with the host; tests that use it are marked gpu."""
-    try:
-        device = open_device("cuda:0")
-    except ConfigError as error:
-        pytest.skip(f"no cuda:0: {error.message}")
-    with device:
+    with device_or_skip("cuda:0") as device:
         yield Lab(device, device.stream("test"))
