@@ -157,8 +157,9 @@ def test_no_device_waits_for_a_pool_that_broke(
             sequence.prefill(PROMPT)
             sequence.step(ANSWER[0])
             error: type[BaseException] = DeviceError
+            pool_of(engine).rest()  # who lingers would not come by what is patched
             if what == "a thread fails":
-                patch.setattr(window_pool, "serve_window", _fail)
+                patch.setattr(window_pool, "serve_windows", _fail)
             elif what == "threads are not told":
                 patch.setattr(pool_of(engine), "_patience_s", 0.05)
                 patch.setattr(WindowPool, "start", WindowPool.abandon)
@@ -258,8 +259,9 @@ class TestFailures:
 
         with engine.sequence() as sequence:
             sequence.prefill(PROMPT)
+            pool_of(engine).rest()
             with monkeypatch.context() as patch:
-                patch.setattr(window_pool, "serve_window", fail)
+                patch.setattr(window_pool, "serve_windows", fail)
                 with pytest.raises(DeviceError, match="did not compute a step's experts"):
                     sequence.step(1)
             with pytest.raises(StateError, match="interrupted"):

@@ -23,9 +23,11 @@ from strata_cli.engine.kernels.host_products import matrix_fields
 from strata_cli.engine.kernels.host_window import (
     HostLayers,
     Scratch,
+    announce,
     new_scratch,
     own_scratch,
-    serve_window,
+    serve_windows,
+    serving,
 )
 from strata_cli.engine.kernels.mailbox import (
     AWAIT_ROWS,
@@ -127,7 +129,9 @@ class WindowPool:
         """Behind the launch: let the threads go; new ones for those that died. Does not wait."""
         for worker in self._workers:
             worker.revive()
-            worker.windows.put(self._window)
+        announce(self._window, self._scratch.latest)
+        for worker in self._workers:
+            worker.wake(self._window)
 
     def finish(self) -> None:
         """When the device is done with the window: wait for the threads, and see what became of it.
@@ -163,10 +167,18 @@ class WindowPool:
         """
         self.abandon()
         stream.synchronize()
-        for worker in self._workers:
-            worker.rest(self._patience_s)
+        self.rest()
         self.mailbox.state.numpy()[:] = 0
         self.is_open = False
+
+    def rest(self) -> None:
+        """Wait until no thread has anything to do, nor lingers behind a window.
+
+        Raises:
+            DeviceError: one does not come back.
+        """
+        for worker in self._workers:
+            worker.rest(self._patience_s)
 
     def close(self) -> None:
         """End the threads and give the memory back; the device must be done. Safe to call twice."""
@@ -215,11 +227,9 @@ class _Worker:
     ) -> None:
         self.windows: SimpleQueue[int | threading.Event | None] = SimpleQueue()
         self.error: BaseException | None = None
-        self._mailbox = mailbox
-        self._layers = layers
-        self._scratch = scratch
+        self._state = mailbox.state.numpy()
         self._own = own_scratch(pairs, layers.matrices)
-        self._patience_ns = patience_ns
+        self._arguments = serving(mailbox, layers, scratch, self._own, patience_ns)
         self._name = f"strata-pool-{index}"
         self._thread: threading.Thread | None = None
 
@@ -243,6 +253,11 @@ class _Worker:
         """Start a new thread if this one died; it takes what is still in the queue."""
         if self._thread is None or not self._thread.is_alive():
             self.begin()
+
+    def wake(self, window: int) -> None:
+        """Behind the announcement of a window: tell the thread, if it does not look for itself."""
+        if self._own.rests[0]:
+            self.windows.put(window)
 
     def is_back(self, window: int) -> bool:
         """Whether the thread is done with a window, or will never be."""
@@ -280,16 +295,14 @@ class _Worker:
             if isinstance(window, threading.Event):
                 window.set()
                 continue
+            if window <= self._own.back[0]:  # it was still there, and looked for itself
+                continue
             try:
-                self._compute(window)
+                serve_windows(window, self._arguments)
             except BaseException as error:  # noqa: BLE001  carried to the owner, who raises it
                 self.error = error
-                self._mailbox.state.numpy()[STOP] = 1
+                self._state[STOP] = 1
                 self._own.back[0] = window
-
-    def _compute(self, window: int) -> None:
-        arguments = (self._mailbox, self._layers, self._scratch, self._own, self._patience_ns)
-        serve_window(window, *arguments)
 
 
 def pool_threads() -> int:

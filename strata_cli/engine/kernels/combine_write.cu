@@ -1,5 +1,6 @@
-// Writing to the residual streams of few tokens and normalising them, perhaps behind the sum of a
-// token's experts: the bits of combine (moe.cu) and stream_write_norm (hyper.cu), in one launch.
+// Writing to the residual streams of few tokens, or some, and normalising them, perhaps behind the
+// sum of a token's experts: the bits of combine (moe.cu) and stream_write_norm (hyper.cu), in one
+// launch.
 //   T tokens, S streams, D hidden_size, a multiple of 4, at most 4 * MOST_THREADS
 //   A thread has four columns of a row, so that a launch is few latencies one after the other:
 //   they, not the 12 * S * T*D bytes, are the limit.
@@ -30,9 +31,11 @@ __device__ inline void fetch_ahead(const float *row, const float *part, int size
 
 // Writes factor times `added` to the thread's columns of a row, normalises the row. Quads of
 // hyper.cu have the same order of sums.
+// ROUNDS: to f16 as well.
+template <bool ROUNDS>
 __device__ inline void write_norm(Row &row, const Inject &inject, float part, float4 v,
                                   float4 added, float4 w, float eps, float *x, float *normed,
-                                  int size) {
+                                  unsigned short *rounded, int size) {
     const int own = threadIdx.x, lane = own & 31;
     const int first = 4 * own;
     if (own < MOST_PARTS) row.parts[own] = part;
@@ -55,7 +58,9 @@ __device__ inline void write_norm(Row &row, const Inject &inject, float part, fl
     float total = row.of_warps[0];
 #pragma unroll
     for (int warp = 1; warp < NORM_THREADS / 32; warp++) total += row.of_warps[warp];
-    if (first < size) store4(normed + first, scaled(v, rms_factor(total, size, eps), w));
+    if (first < size)
+        put4(normed, ROUNDS ? reinterpret_cast<unsigned *>(rounded) : nullptr, first,
+             scaled(v, rms_factor(total, size, eps), w));
 }
 
 // `combined` of mix.cuh, all of whose loads are two latencies.
@@ -88,13 +93,11 @@ __device__ inline float4 load4_below(const float *row, int first, long long size
     return first < size ? load4(row + first) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
-// write_norm_few: stream_write_norm
-//   x [T,S,D] f32 in place, out [T,D], injects as Inject, weight [S,D] f32 -> normed [T,S,D] f32
-//   grid (T*S), block D / 4 and at least NORM_THREADS, whole warps
-extern "C" __global__ void write_norm_few(float *x, const float *out, const float *injects,
-                                          const float *weight, float eps, float *normed,
-                                          long long num_streams, long long size, long long parts,
-                                          long long divisor) {
+template <bool ROUNDS>
+__device__ inline void write_norm_rows(float *x, const float *out, const float *injects,
+                                       const float *weight, float eps, float *normed,
+                                       unsigned short *rounded, long long num_streams,
+                                       long long size, long long parts, long long divisor) {
     __shared__ Row row;
     let_next_start();
     const Inject inject = {injects, parts, divisor, num_streams,
@@ -109,19 +112,38 @@ extern "C" __global__ void write_norm_few(float *x, const float *out, const floa
     const float4 v = load4_below(x, first, size);
     const float4 added = load4_below(out + token * size, first, size);
     const float part = *source;
-    write_norm(row, inject, part, v, added, w, eps, x, normed + blockIdx.x * size, size);
+    write_norm<ROUNDS>(row, inject, part, v, added, w, eps, x, normed + blockIdx.x * size,
+                       rounded + blockIdx.x * size, size);
 }
 
-// combine_write_norm: combine, then write_norm_few of what it gives
-//   expert_out [P,D], pair_of [T,k] i32, weights [T,k], shared_out [T,D], shared_logit [T] f32; x
-//   and the others as write_norm_few's
-//   grid, block the same; each stream of a token combines again: a launch takes longer
-extern "C" __global__ void combine_write_norm(const float *expert_out, const int *pair_of,
-                                              const float *weights, const float *shared_out,
-                                              const float *shared_logit, float *x,
-                                              const float *injects, const float *weight, float eps,
-                                              float *normed, long long top_k, long long num_streams,
-                                              long long size, long long parts, long long divisor) {
+// write_norm_few: stream_write_norm
+//   x [T,S,D] f32 in place, out [T,D], injects as Inject, weight [S,D] f32 -> normed [T,S,D] f32
+//   grid (T*S), block D / 4 and at least NORM_THREADS, whole warps
+extern "C" __global__ void write_norm_few(float *x, const float *out, const float *injects,
+                                          const float *weight, float eps, float *normed,
+                                          long long num_streams, long long size, long long parts,
+                                          long long divisor) {
+    write_norm_rows<false>(x, out, injects, weight, eps, normed, nullptr, num_streams, size, parts,
+                           divisor);
+}
+
+// write_norm_some: as write_norm_few, also -> rounded [T,S,D] f16
+extern "C" __global__ void write_norm_some(float *x, const float *out, const float *injects,
+                                           const float *weight, float eps, float *normed,
+                                           unsigned short *rounded, long long num_streams,
+                                           long long size, long long parts, long long divisor) {
+    write_norm_rows<true>(x, out, injects, weight, eps, normed, rounded, num_streams, size, parts,
+                          divisor);
+}
+
+template <bool ROUNDS>
+__device__ inline void combine_write_rows(const float *expert_out, const int *pair_of,
+                                          const float *weights, const float *shared_out,
+                                          const float *shared_logit, float *x, const float *injects,
+                                          const float *weight, float eps, float *normed,
+                                          unsigned short *rounded, long long top_k,
+                                          long long num_streams, long long size, long long parts,
+                                          long long divisor) {
     __shared__ Row row;
     let_next_start();
     const Inject inject = {injects, parts, divisor, num_streams,
@@ -140,5 +162,34 @@ extern "C" __global__ void combine_write_norm(const float *expert_out, const int
     const float4 added =
         combined_at_once(expert_out, pair_of + token * top_k, weights + token * top_k, top_k,
                          shared, logit, size, first < size ? first : 0);
-    write_norm(row, inject, part, v, added, w, eps, x, normed + blockIdx.x * size, size);
+    write_norm<ROUNDS>(row, inject, part, v, added, w, eps, x, normed + blockIdx.x * size,
+                       rounded + blockIdx.x * size, size);
+}
+
+// combine_write_norm: combine, then write_norm_few of what it gives
+//   expert_out [P,D], pair_of [T,k] i32, weights [T,k], shared_out [T,D], shared_logit [T] f32; x
+//   and the others as write_norm_few's
+//   grid, block the same; each stream of a token combines again: a launch takes longer
+extern "C" __global__ void combine_write_norm(const float *expert_out, const int *pair_of,
+                                              const float *weights, const float *shared_out,
+                                              const float *shared_logit, float *x,
+                                              const float *injects, const float *weight, float eps,
+                                              float *normed, long long top_k, long long num_streams,
+                                              long long size, long long parts, long long divisor) {
+    combine_write_rows<false>(expert_out, pair_of, weights, shared_out, shared_logit, x, injects,
+                              weight, eps, normed, nullptr, top_k, num_streams, size, parts,
+                              divisor);
+}
+
+// combine_write_some: as combine_write_norm, also -> rounded [T,S,D] f16
+extern "C" __global__ void combine_write_some(const float *expert_out, const int *pair_of,
+                                              const float *weights, const float *shared_out,
+                                              const float *shared_logit, float *x,
+                                              const float *injects, const float *weight, float eps,
+                                              float *normed, unsigned short *rounded,
+                                              long long top_k, long long num_streams,
+                                              long long size, long long parts, long long divisor) {
+    combine_write_rows<true>(expert_out, pair_of, weights, shared_out, shared_logit, x, injects,
+                             weight, eps, normed, rounded, top_k, num_streams, size, parts,
+                             divisor);
 }

@@ -1,9 +1,11 @@
-"""Writes to the streams of few tokens on a GPU, perhaps of the experts' outputs, and their norm."""
+"""Writes of few or some tokens to the streams on a GPU, perhaps of experts' outputs; their norm."""
 
 from __future__ import annotations
 
-from strata_cli.engine.device.base import Launch, Stream, Tensor
-from strata_cli.engine.kernels.choice import FEW_TOKENS
+import numpy as np
+
+from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
+from strata_cli.engine.kernels.choice import SOME_TOKENS
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.hyper import expect_inject
 from strata_cli.engine.kernels.moe import CombineOperands
@@ -16,12 +18,14 @@ MOST_PARTS = 256  # of an inject
 SOURCE = "combine_write.cu"
 COMBINE_WRITE_NORM = Unit(SOURCE, "combine_write_norm", ())
 WRITE_NORM = Unit(SOURCE, "write_norm_few", ())
+COMBINE_WRITE_SOME = Unit(SOURCE, "combine_write_some", ())
+WRITE_NORM_SOME = Unit(SOURCE, "write_norm_some", ())
 
 
 def can_write_few(stream: Stream, x: Tensor, inject: Tensor, weight: Tensor) -> bool:
     """Whether the functions here take streams x, an inject and a norm's weight."""
     num_tokens, _, size = x.shape
-    is_few = stream.shared_bytes > 0 and 0 < num_tokens <= FEW_TOKENS
+    is_few = stream.shared_bytes > 0 and 0 < num_tokens <= SOME_TOKENS
     is_aligned = size % 4 == 0 and (x.address | weight.address) % 16 == 0
     return is_few and is_aligned and size <= MOST_COLUMNS and inject.shape[0] <= MOST_PARTS
 
@@ -34,12 +38,14 @@ def write_norm_few(
     weight: Tensor,
     eps: float,
     normed: Tensor,
+    rounded: Tensor | None = None,
 ) -> None:
     """Enqueue ``stream_write_norm``, where ``can_write_few``: the same arguments, the same bits."""
     num_tokens, _, size = x.shape
     expect("write_norm_few out", out, (num_tokens, size))
     launch = _launch(x, inject, weight, normed)
-    stream.launch(gpu_kernel(WRITE_NORM), launch, x, out, inject, weight, eps, normed)
+    kernel, both = _outputs(WRITE_NORM, WRITE_NORM_SOME, normed, rounded)
+    stream.launch(kernel, launch, x, out, inject, weight, eps, *both)
 
 
 def combine_write_norm(
@@ -50,6 +56,7 @@ def combine_write_norm(
     weight: Tensor,
     eps: float,
     normed: Tensor,
+    rounded: Tensor | None = None,
 ) -> None:
     """Enqueue ``combine``, then ``stream_write_norm`` of its output: the same bits.
 
@@ -61,14 +68,25 @@ def combine_write_norm(
         weight: as of ``stream_write_norm``.
         eps: as of ``stream_write_norm``.
         normed: as of ``stream_write_norm``.
+        rounded: as of ``stream_write_norm``.
 
     Raises:
         ShapeError: an argument has another shape or type.
     """
     num_tokens, _, size = x.shape
     launch = _launch(x, inject, weight, normed, operands.check(num_tokens, size))
-    kernel = gpu_kernel(COMBINE_WRITE_NORM)
-    stream.launch(kernel, launch, *operands, x, inject, weight, eps, normed)
+    kernel, both = _outputs(COMBINE_WRITE_NORM, COMBINE_WRITE_SOME, normed, rounded)
+    stream.launch(kernel, launch, *operands, x, inject, weight, eps, *both)
+
+
+def _outputs(
+    plain: Unit, rounding: Unit, normed: Tensor, rounded: Tensor | None
+) -> tuple[Kernel, tuple[Tensor, ...]]:
+    """The function that writes a norm, or it and its rounded copy, and where to."""
+    if rounded is None:
+        return gpu_kernel(plain), (normed,)
+    expect("few tokens' rounded norm", rounded, normed.shape, np.float16)
+    return gpu_kernel(rounding), (normed, rounded)
 
 
 def _launch(x: Tensor, inject: Tensor, weight: Tensor, normed: Tensor, *more: int) -> Launch:

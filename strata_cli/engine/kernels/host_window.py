@@ -9,15 +9,22 @@ computes what.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.kernels.atomics import fetch_add, monotonic_ns, store_release
+from strata_cli.engine.kernels.atomics import (
+    fetch_add,
+    give_way,
+    load_acquire,
+    monotonic_ns,
+    rest_briefly,
+    store_release,
+)
 from strata_cli.engine.kernels.host_products import ROWS, Digits, new_digits, product
 from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
-from strata_cli.engine.kernels.mailbox import LINE, Mailbox, await_number
+from strata_cli.engine.kernels.mailbox import LINE, SPINS, Mailbox, await_number
 from strata_cli.engine.kernels.matmul import ROW_TILE, read_only
 from strata_cli.engine.kernels.pointers import address_of
 from strata_cli.engine.kernels.rows import compile_small, swiglu_row
@@ -32,6 +39,8 @@ LINE_BYTES = 64  # of the cache: counters in lines of their own do not disturb e
 STAGE_BYTES = 2 * LINE_BYTES  # pieces taken, and pieces done
 COUNTERS = 2 * STAGE_BYTES // 8  # of a layer, in two stages
 DOWN_TILES = 4  # of a piece
+LONGS_OF_LINE = LINE_BYTES // 8
+LINGER_NS = 1_000_000  # longer than what is done between two steps of a conversation
 DONE, STOPPED = 0, 1
 
 
@@ -54,12 +63,14 @@ class Scratch(NamedTuple):
         counters: int64 [L, COUNTERS]; zero before a window.
         gate, up: float32 [P, F].
         times: int64 [2]: nanoseconds and experts of what was computed, added up.
+        latest: number of the window that was announced last, int64 [LONGS_OF_LINE], the first.
     """
 
     counters: Longs
     gate: Floats
     up: Floats
     times: Longs
+    latest: Longs
 
 
 class OwnScratch(NamedTuple):
@@ -73,6 +84,7 @@ class OwnScratch(NamedTuple):
         place: where each posted pair went, int32 [P].
         back: number of the window that the thread was last done with, int32 [LINE], the first.
         digits: rows that it has made into fixed point.
+        rests: 1 where it must be told of windows by Python, int64 [LONGS_OF_LINE], the first.
     """
 
     start: Ints
@@ -82,13 +94,15 @@ class OwnScratch(NamedTuple):
     place: Ints
     back: Ints
     digits: Digits
+    rests: Longs
 
 
 def new_scratch(num_layers: int, pairs: int, width: int) -> Scratch:
     """For windows of so many pairs, and experts of at most this width."""
     counters = np.zeros((num_layers, COUNTERS), np.int64)
     gate, up = (np.zeros((pairs, width), np.float32) for _ in range(2))
-    return Scratch(counters, gate, up, np.zeros(2, np.int64))
+    times, latest = np.zeros(2, np.int64), np.zeros(LONGS_OF_LINE, np.int64)
+    return Scratch(counters, gate, up, times, latest)
 
 
 def own_scratch(pairs: int, matrices: Longs) -> OwnScratch:
@@ -101,43 +115,28 @@ def own_scratch(pairs: int, matrices: Longs) -> OwnScratch:
         place=np.zeros(pairs, np.int32),
         back=np.zeros(LINE, np.int32),
         digits=new_digits(matrices, pairs),
+        rests=np.ones(LONGS_OF_LINE, np.int64),
     )
 
 
-def serve_window(
-    window: int,
-    mailbox: Mailbox,
-    layers: HostLayers,
-    scratch: Scratch,
-    own: OwnScratch,
-    patience_ns: int,
-) -> bool:
-    """Compute what one window posts, with the other threads of the pool. Holds no lock of Python.
-
-    What it leaves in ``own.back`` says that it is done: others need not wait for Python then.
+def serving(
+    mailbox: Mailbox, layers: HostLayers, scratch: Scratch, own: OwnScratch, patience_ns: int
+) -> tuple[Any, ...]:
+    """What serve_windows() takes, found once: it is more work than some windows are.
 
     Args:
-        window: its number.
-        mailbox: where it posts.
+        mailbox: where windows post.
         layers: the experts.
-        scratch: of the pool; its counters are zero when the first thread comes.
-        own: of this thread.
+        scratch: of the pool; its counters are zero when the first thread comes to a window.
+        own: of one thread.
         patience_ns: for each wait.
-
-    Returns:
-        False where the mailbox was stopped, or a wait took too long.
     """
-    status = _serve_window(
-        window,
-        mailbox.posted.numpy(),
-        mailbox.done.numpy(),
-        mailbox.state.numpy(),
-        mailbox.counts.numpy(),
-        mailbox.experts.numpy(),
-        mailbox.rows.numpy(),
-        mailbox.x.numpy(),
-        mailbox.place.numpy(),
-        mailbox.out.numpy(),
+    tensors = (
+        *(mailbox.posted, mailbox.done, mailbox.state, mailbox.counts, mailbox.experts),
+        *(mailbox.rows, mailbox.x, mailbox.place, mailbox.out),
+    )
+    return (
+        *(tensor.numpy() for tensor in tensors),
         layers.blobs,
         layers.matrices,
         scratch.counters,
@@ -156,8 +155,33 @@ def serve_window(
         own.digits.rooms,
         own.digits.made,
         patience_ns,
+        scratch.latest,
+        own.rests,
     )
-    return status == DONE
+
+
+def serve_windows(window: int, arguments: tuple[Any, ...]) -> None:
+    """Compute what a window posts, with the other threads of the pool, and what the next ones do.
+
+    Holds no lock of Python. Stays for LINGER_NS behind each window, and takes those announced
+    meanwhile; returns also where the mailbox was stopped, or a wait took too long. ``own.back``
+    says which window was done last: nobody needs to wait for Python.
+
+    Args:
+        window: its number.
+        arguments: see serving().
+    """
+    _serve_windows(window, LINGER_NS, *arguments)
+
+
+def announce(window: int, latest: Longs) -> None:
+    """Tell threads that linger of a window, and let all see that before what follows is read."""
+    _announce(window, latest)
+
+
+@nogil_jit
+def _announce(window: int, latest: Longs) -> None:
+    fetch_add(address_of(latest), window - latest[0])
 
 
 @inline_jit
@@ -297,7 +321,7 @@ def _serve_window(
     made: Longs,
     patience_ns: int,
 ) -> int:
-    """What serve_window runs.
+    """One window.
 
     ``starts``, ``addresses`` and ``tokens`` are start, own_blobs and own_rows once more, as the
     read-only arrays that the product is compiled for.
@@ -334,3 +358,96 @@ def _serve_window(
             store_release(address_of(done[layer]), window)
     store_release(address_of(back), window)
     return status
+
+
+@nogil_jit
+def _serve_windows(
+    window: int,
+    linger_ns: int,
+    posted: Ints,
+    done: Ints,
+    state: Ints,
+    counts: Ints,
+    experts: Ints,
+    rows: Ints,
+    x: Floats,
+    place: Ints,
+    out: Floats,
+    blobs: Longs,
+    matrices: Longs,
+    counters: Longs,
+    gate: Floats,
+    up: Floats,
+    times: Longs,
+    start: Ints,
+    own_blobs: Longs,
+    own_rows: Ints,
+    own_place: Ints,
+    starts: Ints,
+    addresses: Longs,
+    tokens: Ints,
+    numbers: Ints,
+    back: Ints,
+    rooms: Bytes,
+    made: Longs,
+    patience_ns: int,
+    latest: Longs,
+    rests: Longs,
+) -> None:
+    """What serve_windows() runs.
+
+    Who says that it rests looks once more, and who announces looks who rests afterwards: one of
+    them sees the other.
+    """
+    rests[0] = 0
+    while True:
+        status = _serve_window(
+            window,
+            posted,
+            done,
+            state,
+            counts,
+            experts,
+            rows,
+            x,
+            place,
+            out,
+            blobs,
+            matrices,
+            counters,
+            gate,
+            up,
+            times,
+            start,
+            own_blobs,
+            own_rows,
+            own_place,
+            starts,
+            addresses,
+            tokens,
+            numbers,
+            back,
+            rooms,
+            made,
+            patience_ns,
+        )
+        if status == STOPPED or not _await_other(latest, window, linger_ns):
+            fetch_add(address_of(rests), 1)
+            if status == STOPPED or load_acquire(address_of(latest)) == window:
+                return
+            rests[0] = 0
+        window = load_acquire(address_of(latest))
+
+
+@inline_jit
+def _await_other(latest: Longs, window: int, linger_ns: int) -> bool:
+    """Whether another window is announced before the time is over."""
+    began, looks = monotonic_ns(), 0
+    while load_acquire(address_of(latest)) == window:
+        looks += 1
+        rest_briefly()
+        if looks % SPINS == 0:
+            if monotonic_ns() - began > linger_ns:
+                return False
+            give_way()
+    return True
