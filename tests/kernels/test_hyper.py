@@ -295,7 +295,7 @@ def test_columns_that_tiles_would_cut_are_mixed_by_themselves(gpu_lab: Lab) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("num_tokens", "num_streams", "size", "parts"),
-    [(1, 4, 2560, 40), (3, 2, 64, 0), (32, 4, 100, 7), (2, 2, 3072, 40)],
+    [(1, 4, 2560, 40), (3, 2, 64, 0), (32, 4, 100, 7), (2, 2, 3072, 40), (70, 4, 2560, 40)],
 )
 def test_writes_of_few_tokens_have_the_bits_of_those_of_many(
     gpu_lab: Lab, num_tokens: int, num_streams: int, size: int, parts: int
@@ -323,6 +323,18 @@ def test_writes_of_few_tokens_have_the_bits_of_those_of_many(
     combine(lab.stream, *operands, out)
     write_norm_few(lab.stream, alone, out, inject, norm, EPS, own)
     stream_write_norm(lab.stream, expected, out, inject, norm, EPS, after)
+    again, rest, halves, wanted = (
+        *(lab.put(streams) for _ in range(2)),
+        *(lab.empty((num_tokens, width), np.float16) for _ in range(2)),
+    )
+    round_rows(lab.stream, after, wanted)
     for written, normalised in ((x, normed), (alone, own)):
+        np.testing.assert_array_equal(lab.get(written), lab.get(expected))
+        np.testing.assert_array_equal(lab.get(normalised), lab.get(after))
+    combine_write_norm(lab.stream, operands, again, inject, norm, EPS, normed, halves)
+    np.testing.assert_array_equal(lab.get(halves), lab.get(wanted))
+    write_norm_few(lab.stream, rest, out, inject, norm, EPS, own, halves)
+    np.testing.assert_array_equal(lab.get(halves), lab.get(wanted))
+    for written, normalised in ((again, normed), (rest, own)):
         np.testing.assert_array_equal(lab.get(written), lab.get(expected))
         np.testing.assert_array_equal(lab.get(normalised), lab.get(after))

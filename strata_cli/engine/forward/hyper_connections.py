@@ -122,7 +122,7 @@ def write_streams(
     normed = model.workspace.take("normed", x.shape[0])
     rounded, eps = model.room_for_rounded(normed), model.spec.rms_eps
     if can_write_few(model.stream, x, inject, norm):
-        write_norm_few(model.stream, x, out, inject, norm, eps, normed)
+        write_norm_few(model.stream, x, out, inject, norm, eps, normed, rounded)
         return
     hyper.stream_write_norm(model.stream, x, out, inject, norm, eps, normed, rounded)
 
@@ -138,7 +138,8 @@ def write_experts(
     num, stream = x.shape[0], model.stream
     if norm is not None and can_write_few(stream, x, inject, norm):
         normed, eps = model.workspace.take("normed", num), model.spec.rms_eps
-        combine_write_norm(stream, combined, x, inject, norm, eps, normed)
+        rounded = model.room_for_rounded(normed)
+        combine_write_norm(stream, combined, x, inject, norm, eps, normed, rounded)
         return
     out = model.workspace.take("out", num)
     moe.combine(stream, *combined, out)
