@@ -112,7 +112,7 @@ def resident_blocks(engine: Engine, own: Launched) -> int:
 
 def whole_pass(bench: Bench, engine: Engine, launches: list[Launched]) -> dict[str, float]:
     """The pass as it is, without early starts, and with each share for all kernels."""
-    late = [own._replace(launch=replace(own.launch, early=False)) for own in launches]
+    late = [own._replace(launch=own.launch._replace(early=False)) for own in launches]
     found = median_us(
         bench, [graph_case(bench, "all", launches), graph_case(bench, "none early", late)]
     )

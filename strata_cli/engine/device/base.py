@@ -173,9 +173,8 @@ class Kernel:
     keeps_cache: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """How one call of a kernel is cut into pieces.
+class Launch(NamedTuple):
+    """How one call of a kernel is cut into pieces. A tuple: a pass makes hundreds.
 
     Attributes:
         items: independent items on the host device; 0 on any device: nothing is done.

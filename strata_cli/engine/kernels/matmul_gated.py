@@ -5,8 +5,6 @@ Bits are those of the gate's own kernel followed by the product; a launch and it
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from strata_cli.engine.device.base import Stream, Tensor
@@ -86,7 +84,7 @@ def matmul_swiglu_route(
     parameters = plan.unit.function.partition("<")[2].rstrip(">")
     function = f"gated_few_route<{parameters}, {ROUTE_IN_REGISTERS // WARP}>"
     passes, num_blocks, _ = plan.grid
-    launch = replace(plan.launch(1, 1, early=True), grid=(passes, num_blocks + 1, 1))
+    launch = plan.launch(1, 1, early=True)._replace(grid=(passes, num_blocks + 1, 1))
     numbers = (int(weight.qtype), tokens, weight.rows, weight.cols, num_experts, top_k)
     kernel = gpu_kernel(plan.unit._replace(function=function))
     stream.launch(kernel, launch, gate, up, weight.data, out, *operands, *numbers)
