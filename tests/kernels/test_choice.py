@@ -74,9 +74,11 @@ def test_every_function_has_the_same_bits(
     for is_few, are_slices in ((True, False), (False, False), (False, True)):
         monkeypatch.setattr(products, "few_is_faster", lambda *_, few=is_few, **_more: few)
         monkeypatch.setattr(products, "slices_are_faster", lambda *_, own=are_slices: own)
+        products.forget_choices()
         out = gpu_lab.empty((tokens, rows))
         matmul(gpu_lab.stream, x, weight, out, rounded, scratch)
         found.append(gpu_lab.get(out))
+    products.forget_choices()
     assert np.isfinite(found[0]).all()
     for other in found[1:]:
         np.testing.assert_array_equal(other, found[0])

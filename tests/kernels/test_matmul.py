@@ -343,6 +343,7 @@ def test_few_and_many_rows_give_the_same_bits(
 ) -> None:
     # Where many rows have the function of few for its speed, they shall have that of many here.
     monkeypatch.setattr(products, "few_is_faster", lambda _, tokens, **_more: tokens <= FEW_TOKENS)
+    products.forget_choices()
     for seed, (rows, cols) in enumerate(shapes_of(qtype)):
         x, packed = normal(seed, 131, cols), packed_rows(qtype, rows, cols, seed)
         many = run_dense(gpu_lab, x, packed, qtype, is_rounded=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,7 @@ from strata_cli.engine.kernels.products import (
     sliced_plan,
 )
 from strata_cli.engine.kernels.prompt_plan import (
+    Gpu,
     gpu_of,
     has_split_plan,
     has_thin_plan,
@@ -254,66 +255,101 @@ def matmul(
     if tokens == 0:
         return
     matrix = dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
+    half_phase = NO_HALVES if rounded is None else rounded.address & 15
+    room = NO_ROOM if scratch is None or not stream.shared_bytes else scratch.size
+    way = _dense_way(matrix, tokens, x.address & 15, half_phase, room, gpu_of(stream))
     numbers = (int(weight.qtype), tokens, weight.rows, weight.cols)
-    num_blocks = len(_token_blocks(tokens, weight.rows)) - 1
-    items, grain = _row_tiles(weight.rows) * num_blocks, _grain(weight.cols, tokens // num_blocks)
-    is_few = few_is_faster(matrix, tokens, can_slice=scratch is not None)
-    if not is_few and rounded is not None and _has_many(matrix, rounded):
-        expect("matmul rounded", rounded, (tokens, weight.cols), np.float16)
-        if _launch_slices(stream, matrix, rounded, weight, out, scratch):
-            return
-        plan = _dense_plan(stream, matrix, tokens)
-        kernel = _kernel(_bind_matmul_many, _matmul_reference, plan.unit)
-        launch = plan.launch(items, grain, early=True)
-        stream.launch(kernel, launch, x, rounded, weight.data, out, *numbers)
+    if not way.takes_halves:
+        stream.launch(way.kernel, way.launch, x, weight.data, out, *numbers)
         return
-    split = _split_plan(stream, matrix, tokens, x.address, is_few=is_few)
-    passes = blocks(tokens, FEW_COLUMNS)
-    plan = split or few_plan((matrix,), tokens, passes, shared_limit(stream))
+    assert rounded is not None
+    expect("matmul rounded", rounded, (tokens, weight.cols), np.float16)
+    if way.join is None:
+        stream.launch(way.kernel, way.launch, x, rounded, weight.data, out, *numbers)
+        return
+    assert scratch is not None
+    stream.launch(way.kernel, way.launch, rounded, weight.data, scratch, *numbers[1:])
+    stream.launch(*way.join, scratch, out)
+
+
+NO_HALVES = -1  # in place of what is left of an address
+NO_ROOM = -1
+
+
+class _Way(NamedTuple):
+    """How a dense product is made: by which launch, of float16 activations or float32 ones.
+
+    Attributes:
+        join: where that makes slices, what adds them up.
+    """
+
+    takes_halves: bool
+    kernel: Kernel
+    launch: Launch
+    join: tuple[Kernel, Launch] | None = None
+
+
+@lru_cache(maxsize=4096)
+def _dense_way(
+    matrix: Matrix, tokens: int, x_phase: int, half_phase: int, room: int, gpu: Gpu
+) -> _Way:
+    """The fastest way on a GPU, and its share of the work on the host.
+
+    Args:
+        matrix: the weight's.
+        tokens: rows of activations.
+        x_phase: last four bits of the address of float32 activations.
+        half_phase: the same of float16 ones, or NO_HALVES.
+        room: floats of scratch, or NO_ROOM.
+        gpu: where it runs.
+    """
+    num_blocks = len(_token_blocks(tokens, matrix.rows)) - 1
+    items, grain = _row_tiles(matrix.rows) * num_blocks, _grain(matrix.cols, tokens // num_blocks)
+    is_few = few_is_faster(matrix, tokens, can_slice=room != NO_ROOM)
+    if not is_few and _has_many(matrix, half_phase):
+        sliced = _sliced_way(matrix, tokens, room, gpu)
+        if sliced is not None:
+            return sliced
+        plan = _dense_plan(matrix, tokens, gpu)
+        kernel = _kernel(_bind_matmul_many, _matmul_reference, plan.unit)
+        return _Way(True, kernel, plan.launch(items, grain, early=True))
+    split = _split_plan(matrix, tokens, x_phase, gpu, is_few=is_few)
+    plan = split or few_plan((matrix,), tokens, blocks(tokens, FEW_COLUMNS), gpu.shared_bytes)
     kernel = _kernel(_bind_matmul, _matmul_reference, plan.unit)
-    launch = plan.launch(items, grain, early=True)
-    stream.launch(kernel, launch, x, weight.data, out, *numbers)
+    return _Way(False, kernel, plan.launch(items, grain, early=True))
 
 
-def _launch_slices(
-    stream: Stream,
-    matrix: Matrix,
-    rounded: Tensor,
-    weight: Weight,
-    out: Tensor,
-    scratch: Tensor | None,
-) -> bool:
-    """Enqueue a product slice by slice where that is faster and the scratch holds its sums."""
-    tokens = out.shape[0]
-    if scratch is None or not stream.shared_bytes or not slices_are_faster(matrix, tokens):
-        return False
-    plan = sliced_plan(matrix, tokens, shared_limit(stream))
-    if plan.num_floats > scratch.size:
-        return False
-    numbers = (tokens, weight.rows, weight.cols)
-    operands = (rounded, weight.data, scratch)
+def forget_choices() -> None:
+    """Choose anew how dense products are made, after what chooses was replaced."""
+    _dense_way.cache_clear()
+
+
+def _sliced_way(matrix: Matrix, tokens: int, room: int, gpu: Gpu) -> _Way | None:
+    """Slice by slice, where that is faster and there is room for their sums."""
+    if room == NO_ROOM or not slices_are_faster(matrix, tokens):
+        return None
+    plan = sliced_plan(matrix, tokens, gpu.shared_bytes)
+    if plan.num_floats > room:
+        return None
     slices, join = (each.launch(1, 1, early=True) for each in (plan.slices, plan.join))
-    stream.launch(gpu_kernel(plan.slices.unit), slices, *operands, *numbers)
-    stream.launch(gpu_kernel(plan.join.unit), join, scratch, out)
-    return True
+    return _Way(True, gpu_kernel(plan.slices.unit), slices, (gpu_kernel(plan.join.unit), join))
 
 
 def _split_plan(
-    stream: Stream, matrix: Matrix, tokens: int, x_address: int, *, is_few: bool
+    matrix: Matrix, tokens: int, x_phase: int, gpu: Gpu, *, is_few: bool
 ) -> Plan | None:
     """A function for float32 weights and many rows; None where there is none for them."""
     if tokens <= FEW_TOKENS:
         return None
-    if has_thin_plan(matrix, x_address):
+    if has_thin_plan(matrix, x_phase):
         return thin_plan(matrix, tokens)
     if is_few:
         return None
-    return split_plan(matrix, tokens) if has_split_plan(matrix, x_address, gpu_of(stream)) else None
+    return split_plan(matrix, tokens) if has_split_plan(matrix, x_phase, gpu) else None
 
 
-def _dense_plan(stream: Stream, matrix: Matrix, tokens: int) -> Plan:
+def _dense_plan(matrix: Matrix, tokens: int, gpu: Gpu) -> Plan:
     """The faster of two functions for many rows; they give the same bits."""
-    gpu = gpu_of(stream)
     if has_warpgroup_plan(matrix, gpu):
         return warpgroup_plan(matrix, tokens, gpu)
     return many_plan(matrix, tokens, gpu.shared_bytes)
@@ -327,13 +363,9 @@ def _grouped_plan(stream: Stream, matrix: Matrix, pairs: int, experts: int) -> P
     return grouped_many_plan(matrix, pairs, experts, gpu.shared_bytes)
 
 
-def _has_many(matrix: Matrix, rounded: Tensor) -> bool:
+def _has_many(matrix: Matrix, half_phase: int) -> bool:
     """Whether the many-row function takes it: not float32, and rows of x in pieces of 16 bytes."""
-    return (
-        matrix.qtype is not QuantType.F32
-        and matrix.cols % 8 == 0
-        and alignment(rounded.address) == 16
-    )
+    return matrix.qtype is not QuantType.F32 and matrix.cols % 8 == 0 and half_phase == 0
 
 
 @lru_cache(maxsize=1024)
@@ -482,7 +514,7 @@ def grouped_matmul(
     numbers = (int(layout.qtype), layout.rows, layout.cols, layout.offset_bytes)
     limit = shared_limit(stream)
     is_many = pairs > FEW_PAIRS_PER_EXPERT * experts
-    if is_many and rounded is not None and _has_many(matrix, rounded):
+    if is_many and rounded is not None and _has_many(matrix, rounded.address & 15):
         expect("grouped_matmul rounded", rounded, x.shape, np.float16)
         plan = _grouped_plan(stream, matrix, pairs, experts)
         kernel = _kernel(_bind_grouped_many, _grouped_reference, plan.unit)
