@@ -77,3 +77,16 @@ def test_scores_that_are_not_finite_are_an_error_with_their_place(bad: float) ->
 def test_more_tokens_than_there_are_cannot_be_best(k: int) -> None:
     with pytest.raises(ShapeError, match=f"best {k} of 5"):
         top_k(np.zeros(5, np.float32), k)
+
+
+@pytest.mark.parametrize("size", [511, 512, 5_000, 20_000])
+@pytest.mark.parametrize("k", [1, 9, 100])
+def test_the_best_of_runs_are_found_with_their_ties(size: int, k: int) -> None:
+    random = np.random.default_rng(size)
+    for values in (
+        random.standard_normal(size).astype(np.float32),
+        random.integers(0, 4, size).astype(np.float32),
+        np.linspace(1, 0, size, dtype=np.float32),
+    ):
+        expected = np.argsort(-values, kind="stable")[:k]
+        np.testing.assert_array_equal(top_k(values, k), expected)

@@ -11,6 +11,8 @@ def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two sequences begin with in common."""
     one, other = tuple(one), tuple(other)  # a list never equals a tuple
     most, start = min(len(one), len(other)), 0
+    if one[:most] == other[:most]:  # nearly always: prompts go on from each other
+        return most
     while start < most and one[start : start + STEP] == other[start : start + STEP]:
         start += STEP  # alike, or one ends here; slices are compared much faster than their items
     pairs = zip(one[start : start + STEP], other[start : start + STEP], strict=False)
