@@ -22,8 +22,8 @@ R14 a chunk's gate starts unpublished; a layer is published at most once
 R15 the consumer's waits, reads and releases are the same with skipping switched off
 R16 every shape of chunk terminates
 R17 one wait covers a group, and one used event releases all its slots
-R18 what is unlikely and not published joins fewer than `ahead` unfinished copies, and fewer than
-    half as many of its own batch
+R18 what is unlikely and not published joins fewer than `ahead` unfinished copies, or one batch, and
+    fewer than half as many of its own batch
 
 R11 to R15 compare runs or need threads: the tests of those names do that.
 """
@@ -49,7 +49,14 @@ from strata_cli.engine.experts.depth import DepthRule
 from strata_cli.engine.experts.entries import EntryList, Ranking, list_entries, rank_experts
 from strata_cli.engine.experts.gate import Gate
 from strata_cli.engine.experts.ring import Ring, RingLink
-from strata_cli.engine.experts.walk import ANY_NUMBER, Link, Turn, Walk, WalkRules
+from strata_cli.engine.experts.walk import (
+    ANY_NUMBER,
+    LEAST_BATCHES,
+    Link,
+    Turn,
+    Walk,
+    WalkRules,
+)
 
 STAGING_PLACES = 2
 
@@ -250,6 +257,7 @@ class Books:
     skipped: set[int] = field(default_factory=set)
     was_copied: set[int] = field(default_factory=set)
     num_landed: int = 0
+    batch_ends: list[int] = field(default_factory=list)
     queued: dict[int, deque[int]] = field(default_factory=dict)
     occupant: dict[int, int] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
@@ -495,6 +503,7 @@ class World:
             depth = self.case.depth.depth
             require("R5", queued <= depth, f"{queued} copies unfinished at depth {depth}")
             self._check_ahead(batch, queued)
+        books.batch_ends.append(len(books.copied))
         self._link.copy(batch)
 
     def _check_ahead(self, batch: Sequence[int], queued: int) -> None:
@@ -508,7 +517,10 @@ class World:
                 what = f"entry {k} joins {unfinished} copies, ahead is {self.case.ahead}"
                 more = unfinished - before
                 is_half = not more or 2 * more < self.case.ahead
-                require("R18", unfinished < self.case.ahead and is_half, what)
+                landed = self.books.num_landed
+                batches = sum(end > landed for end in self.books.batch_ends)
+                has_room = unfinished < self.case.ahead or batches < LEAST_BATCHES
+                require("R18", has_room and is_half, what)
 
     def has_landed(self, k: int) -> bool:
         return self._link.has_landed(k)

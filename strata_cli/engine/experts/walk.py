@@ -17,6 +17,7 @@ from strata_cli.engine.experts.entries import EntryList
 from strata_cli.engine.experts.gate import Gate
 
 ANY_NUMBER = 1 << 60
+LEAST_BATCHES = 2  # unfinished, or the link runs dry as one lands
 
 
 class Turn(Enum):
@@ -152,8 +153,8 @@ class Walk:
 
         A third of what may be queued, so that a turn finds work for several copies at once.
         """
-        if self._last_turn is Turn.UNLIKELY:
-            return self.unfinished - min(2 * self.rules.ahead // 3, self.unfinished)
+        if self._last_turn is Turn.UNLIKELY and self._batches:
+            return (self.unfinished - self._batches[-1].entries) // 3  # the last one is in reserve
         return self.unfinished // 3
 
     def report(self) -> str:
@@ -242,13 +243,14 @@ class Walk:
     def _has_room_ahead(self, more: int) -> bool:
         """Whether fewer copies than `ahead` would be unfinished behind so many more.
 
-        Nor may a batch be more than half of them: it lands together, and the link would run dry.
+        A batch lands together, and the link must not run dry then: it is at most half of what may
+        be ahead, and there is always room for one behind the last.
         """
         if 2 * more >= self.rules.ahead and more:
             return False
         if self.unfinished + more >= self.rules.ahead:
             self._count_landed()
-        return self.unfinished + more < self.rules.ahead
+        return self.unfinished + more < self.rules.ahead or len(self._batches) < LEAST_BATCHES
 
     def _ring_end(self) -> int:
         """Entries below this one have a slot that was given back."""
