@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +61,8 @@ def first_sentence(path: Path) -> str:
     """What a module's docstring, or the first comment of a CUDA source, begins with; or a title."""
     text = path.read_text("utf-8")
     if path.suffix == ".py":
-        paragraph = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
+        docstring = re.match(r'(?:#.*\n)*r?"""(.+?)(?:\n\n|""")', text, re.DOTALL)
+        paragraph = docstring[1] if docstring else ""
     elif path.suffix == ".md":
         paragraph = text.partition("\n")[0].removeprefix("# ")
     else:
