@@ -347,6 +347,22 @@ __device__ inline void await_slots(Ahead *ahead, int spans) {
 }
 #endif
 
+#if BULK
+// What carry() does, by one warp through its registers: no stages.
+__device__ inline void carry_by_warp(Claims &claims, Blobs &blobs, long long bytes) {
+    const unsigned total = blobs.total(), lane = threadIdx.x & 31;
+    Finder finder = {blobs, 0};
+    while (true) {
+        const unsigned work = __shfl_sync(ALL_LANES, lane ? 0u : claims.take(), 0);
+        if (work >= total) break;
+        copy_span(finder.find(static_cast<int>(work), bytes));
+        if (lane == 0) blobs.carried[finder.slot]++;
+    }
+    __threadfence();
+    __syncwarp();
+}
+#endif
+
 // bring_layers: what bring_ahead does, for all layers but the first, one after the other, beside
 // the whole pass: a layer's begin when the one before has fetched what it fetches
 //   foreseen [L,room,E], errors [L,E] f32, addresses [L,E], blob_bytes [L] -> slots [2, S, stride],
@@ -392,9 +408,16 @@ extern "C" __global__ void bring_layers(const float *foreseen, const float *erro
         const long long bytes = blob_bytes[layer];
         place_ahead(blobs, own.count, slots + layer % 2 * num_slots * stride, stride,
                     spans_of(bytes));
-        if (threadIdx.x == 0 && own.count && await_turn(ahead, BRING, patience_ns)) {
-            Claims claims(&ahead->claimed);
-            carry(ring, claims, blobs, bytes);
+        const bool brings = threadIdx.x == 0 && own.count && await_turn(ahead, BRING, patience_ns);
+        const bool is_by_warp = !num_stages && __shfl_sync(ALL_LANES, brings, 0);
+        if (brings || is_by_warp) {
+            Claims claims(&ahead->claimed, threadIdx.x == 0);
+            if (is_by_warp)
+                carry_by_warp(claims, blobs, bytes);
+            else
+                carry(ring, claims, blobs, bytes);
+        }
+        if (brings) {
             for (int slot = 0; slot < own.count; slot++)
                 if (blobs.carried[slot]) atomicAdd(ahead->done + slot, blobs.carried[slot]);
         }

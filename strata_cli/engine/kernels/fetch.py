@@ -243,7 +243,7 @@ def bring_layers(
         items=1,
         grid=(LAYERS_BLOCKS, 1, 1),
         block=(LAYERS_THREADS, 1, 1),
-        shared_bytes=max(12 * num_experts, LAYERS_STAGES * SPAN_BYTES),
+        shared_bytes=max(12 * num_experts, LAYERS_STAGES * SPAN_BYTES, BRING_SHARED_BYTES),
         extents=(num_layers, room, num_tokens, num_experts, num_slots, stride),
     )
     tables = (foreseen, errors, addresses, ahead.blob_bytes, *cached, ahead.slots, ahead.states)
