@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.kernels.atomics import (
     fetch_add,
-    give_way,
     load_acquire,
     monotonic_ns,
     rest_briefly,
@@ -446,8 +445,6 @@ def _await_other(latest: Longs, window: int, linger_ns: int) -> bool:
     while load_acquire(address_of(latest)) == window:
         looks += 1
         rest_briefly()
-        if looks % SPINS == 0:
-            if monotonic_ns() - began > linger_ns:
-                return False
-            give_way()
+        if looks % SPINS == 0 and monotonic_ns() - began > linger_ns:
+            return False
     return True

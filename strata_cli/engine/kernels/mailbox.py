@@ -38,7 +38,10 @@ STOP, FAILED = (
 )  # in the mailbox's state: stopped, and the number of the layer that gave up, + 1
 THREADS = 128
 POST_THREADS = 512
-SPINS = 64  # looks at a flag before others may have the processor
+SPINS = 64  # looks at a flag before one at the clock
+# So long a thread waits before others may have the processor, who then keep it for milliseconds:
+# longer than a layer takes.
+POLITE_NS = 1_000_000
 
 
 class Mailbox:
@@ -226,9 +229,11 @@ def await_number(flag: int, number: int, state: int, patience_ns: int) -> bool:
         spins += 1
         rest_briefly()
         if spins % SPINS == 0:
-            if load_acquire(state) != 0 or monotonic_ns() - start > patience_ns:
+            waited_ns = monotonic_ns() - start
+            if load_acquire(state) != 0 or waited_ns > patience_ns:
                 return False
-            give_way()
+            if waited_ns > POLITE_NS:
+                give_way()
     return True
 
 

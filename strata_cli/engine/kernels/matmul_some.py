@@ -40,7 +40,7 @@ GROUPS = (4, 2, 1)  # of eight pairs whose activations a block may hold
 MOST_DEPTH = 4  # tiles of a team that are in shared memory or on their way
 GATE_BYTES = 8
 HELD_BYTES = 4 * 17  # what a slot holds
-SUMS_BYTES = 16 * WARP  # of a slice of a tile, of eight pairs
+SUMS_BYTES = 16 * WARP  # of a slice of a tile, of eight pairs; they take its slot
 
 
 class _Shape(NamedTuple):
@@ -74,12 +74,12 @@ def _shape(
     most = MOST_WARPS // slices
     for groups in candidates:
         for teams in range(most, most * 2 // 3 if groups > 1 else 0, -1):
-            sums = teams * (slices - 1) * groups * SUMS_BYTES
             planes = 16 * groups * matrix.cols
-            fixed = book_bytes(matrix.qtype) + planes + sums + known + teams * GATE_BYTES
+            fixed = book_bytes(matrix.qtype) + planes + known + teams * GATE_BYTES
             each = 16 * slot_chunks + HELD_BYTES + 2 * GATE_BYTES
             slots = min((gpu.shared_bytes - fixed) // each, MOST_DEPTH * teams)
-            if slots >= teams + max(1, teams // 4):
+            has_room = slices == 1 or slices * groups * SUMS_BYTES <= 16 * slot_chunks
+            if has_room and slots >= teams + max(1, teams // 4):
                 numbers = slots, slot_chunks, cut.span_shift, cut.chunks
                 return _Shape(groups, teams, slices, *numbers, fixed + slots * each)
     return None
