@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
-from strata_cli.engine.experts.order import oracle
+from strata_cli.engine.experts.order import LIKELY_TOKENS, oracle
 from strata_cli.engine.experts.streaming import ChunkStream, StreamOptions
 from strata_cli.engine.forward.state import Snapshot
 from strata_cli.engine.model.tensors import load_model_file
@@ -191,10 +191,15 @@ class Expecting(History):
     def order(self) -> NDArray[np.int64]:
         return oracle(self.oracle.pop(0)) if self.oracle else super().order()
 
-    def num_likely(self, num_tokens: int, is_streamed: NDArray[np.bool_]) -> list[int]:
+    def num_likely(
+        self,
+        num_tokens: int,
+        is_streamed: NDArray[np.bool_],
+        least_tokens: float = LIKELY_TOKENS,
+    ) -> list[int]:
         """Asked for before the order."""
         if not self.oracle:
-            return super().num_likely(num_tokens, is_streamed)
+            return super().num_likely(num_tokens, is_streamed, least_tokens)
         counts: list[int] = ((self.oracle[0] > 0) & is_streamed).sum(axis=1).tolist()
         return counts
 

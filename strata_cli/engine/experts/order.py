@@ -13,6 +13,7 @@ from strata_cli.errors import ShapeError
 
 FORESEEN_TOKENS = 2  # that the next layer's router foretells: 95 % or more of those are routed
 LIKELY_TOKENS = 16.0  # expected: of the experts of another text's prompt 87 % or more are routed
+BOLD_TOKENS = 8.0  # the same of a question, by the prompt of its document: 70 % are routed
 
 
 def by_score(scores: NDArray[np.float32], *, finest: int = 0) -> NDArray[np.int64]:
@@ -67,7 +68,10 @@ def expected_use(
 
 
 def count_likely(
-    scores: NDArray[np.float32], is_streamed: NDArray[np.bool_], num_pairs: int
+    scores: NDArray[np.float32],
+    is_streamed: NDArray[np.bool_],
+    num_pairs: int,
+    least_tokens: float = LIKELY_TOKENS,
 ) -> list[int]:
     """Of each layer's streamed experts, how many will almost certainly be routed.
 
@@ -75,9 +79,10 @@ def count_likely(
         scores: see expected_use(), [L, E].
         is_streamed: experts that are not resident, [L, E].
         num_pairs: of the chunk, tokens times experts of each.
+        least_tokens: that must be expected of them.
     """
     expected = num_pairs * _shares(scores.astype(np.float64))
-    counts: list[int] = ((expected >= LIKELY_TOKENS) & is_streamed).sum(axis=1).tolist()
+    counts: list[int] = ((expected >= least_tokens) & is_streamed).sum(axis=1).tolist()
     return counts
 
 

@@ -15,7 +15,13 @@ from strata_cli.engine.device.base import Device, Stream, Tensor
 from strata_cli.engine.experts.depth import AutoDepth
 from strata_cli.engine.experts.entries import Ranking, RingShape, rank_experts
 from strata_cli.engine.experts.keeping import KeptBlobs
-from strata_cli.engine.experts.order import by_score, count_likely, expected_use
+from strata_cli.engine.experts.order import (
+    BOLD_TOKENS,
+    LIKELY_TOKENS,
+    by_score,
+    count_likely,
+    expected_use,
+)
 from strata_cli.engine.experts.ring import Ring
 from strata_cli.engine.experts.sizing import LONG_CHUNK_TOKENS, SELECTED_RING_SLOTS, RingRules
 from strata_cli.engine.experts.store import ExpertStore
@@ -136,18 +142,27 @@ class History:
         """Shares of use that are expected of the next chunk, [L, E]."""
         return expected_use(self._last_use, self.scores)
 
-    def num_likely(self, num_tokens: int, is_streamed: NDArray[np.bool_]) -> list[int]:
-        """Of each layer's streamed experts [L, E], how many the next chunk will want for sure."""
-        return count_likely(self.leaning, is_streamed, int(num_tokens * self._pairs_per_token))
+    def num_likely(
+        self,
+        num_tokens: int,
+        is_streamed: NDArray[np.bool_],
+        least_tokens: float = LIKELY_TOKENS,
+    ) -> list[int]:
+        """Of each layer's streamed experts [L, E], how many the next chunk will want for sure.
+
+        See count_likely().
+        """
+        num_pairs = int(num_tokens * self._pairs_per_token)
+        return count_likely(self.leaning, is_streamed, num_pairs, least_tokens)
 
     @contextmanager
     def unlearning(self) -> Iterator[None]:
-        """Around chunks that those behind it learn nothing from."""
-        last_use, depth, pairs = self._last_use, copy(self.depth), self._pairs_per_token
+        """Around chunks that those behind it learn nothing from but what is true of all."""
+        last_use, depth = self._last_use, copy(self.depth)
         try:
             yield
         finally:
-            self._last_use, self.depth, self._pairs_per_token = last_use, depth, pairs
+            self._last_use, self.depth = last_use, depth
 
     def add(self, stream: ChunkStream, num_tokens: int, *, is_typical: bool) -> None:
         """Take note of a chunk that is done, and expect the like of it if it is typical."""
@@ -287,14 +302,15 @@ class PromptStream:
         rules, learnt = self._rules, self._history.depth
         if not rules.is_likely or ring.num_slots <= SMALL_RING_SLOTS:
             return rank_experts(resident), Outlook(learnt=learnt)
-        num_likely = self._history.num_likely(num_tokens, ~resident)
+        selects = rules.selects(num_tokens, self._share)
+        least_tokens = BOLD_TOKENS if selects else LIKELY_TOKENS  # the link would idle else
+        num_likely = self._history.num_likely(num_tokens, ~resident, least_tokens)
         if not rules.may_foresee or num_tokens >= LONG_CHUNK_TOKENS:
             ranking = rank_experts(resident, self._history.order())
             return ranking, Outlook(learnt=learnt, num_likely=num_likely)
         ranking = rank_experts(resident)
         if ranking.num_layers:
             ranking.reorder(0, self._history.leaning[0])  # the others in turn
-        selects = rules.selects(num_tokens, self._share)
         outlook = Outlook(learnt=learnt, num_likely=num_likely, foresees=True, selects=selects)
         return ranking, outlook
 
