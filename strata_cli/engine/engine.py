@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Literal, Self
 
@@ -120,19 +120,24 @@ class Engine:
 
         What adapts to use is afterwards as if the block had not been. May be nested.
         """
-        with ExitStack() as still:
-            if not self.is_canonical and self._residency is not None:
-                still.enter_context(self._residency.paused())
-            if not self.is_canonical and self._forward.fetcher is not None:
-                still.enter_context(self._forward.fetcher.unlearning())
-            if not self.is_canonical and self._streamer is not None:
-                still.enter_context(self._streamer.unlearning())
-            depth = self._canonical_depth
+        depth = self._canonical_depth
+        with nullcontext() if depth else self._unlearning():
             try:
                 self._canonical_depth = depth + 1
                 yield
             finally:
                 self._canonical_depth = depth
+
+    @contextmanager
+    def _unlearning(self) -> Iterator[None]:
+        """Around passes that leave no mark on what adapts."""
+        residency, fetcher, streamer = self._residency, self._forward.fetcher, self._streamer
+        with (
+            nullcontext() if residency is None else residency.paused(),
+            nullcontext() if fetcher is None else fetcher.unlearning(),
+            nullcontext() if streamer is None else streamer.unlearning(),
+        ):
+            yield
 
     @property
     def _deviates(self) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from strata_cli.engine import engine as engine_module
+from strata_cli.engine.decode import residency as residency_module
 from strata_cli.engine.decode.residency import Residency
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, EngineOptions, Part, Sequence
@@ -18,13 +23,16 @@ from strata_cli.engine.experts.adapting import AdaptRules
 from strata_cli.engine.experts.profile import even_profile, load_profile
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.experts.resident import ExpertMatrices
+from strata_cli.engine.forward import fetching
 from strata_cli.engine.forward.fetching import Fetcher
 from strata_cli.engine.kernels.fetch import MOST_AHEAD
 from strata_cli.engine.learning import ProfileLearner
 from strata_cli.engine.model.tensors import load_model_file
+from strata_cli.engine.prefill import sharing, streamer
 from strata_cli.engine.trace import Event, Trace
 from strata_cli.errors import DeviceError
 from tests.device.gates import held
+from tests.device.interrupting import interrupted_at
 from tests.engine.readings import bits, open_engine, text
 from tests.engine.streams import (
     NUM_EXPERTS,
@@ -36,6 +44,10 @@ from tests.engine.streams import (
     write_streamed_model,
 )
 
+BLOCKS = {contextlib.__file__} | {
+    str(module.__file__)
+    for module in (engine_module, residency_module, fetching, sharing, streamer)
+}
 TOP_K = 3
 RESTLESS = AdaptRules(every=1, swaps=50, decay=1.0)
 ANSWER = [text(80)[i % 7] for i in range(24)]  # a few tokens, over and over
@@ -324,6 +336,33 @@ def test_canonical_reads_leave_what_adapts_as_it_was(path: Path, device_name: st
         assert adapted(engine) == before
         answer(sequence, ANSWER[6:])
         assert adapted(engine) != before
+
+
+@pytest.mark.parametrize("ends_by", ["itself", "an interrupt"])
+def test_interrupts_around_canonical_reads_leave_nothing_paused(path: Path, ends_by: str) -> None:
+    """Wherever one comes; also a second one on the way out of the block."""
+
+    def block(engine: Engine) -> None:
+        with engine.canonical():
+            if ends_by == "an interrupt":
+                raise InterruptedError
+
+    with Way(adapt=RESTLESS, fetch=4, ahead=2, cpu=0.5).open(path, "host") as engine:
+        share = streamer_of(engine)._share
+        assert share is not None
+        for place in itertools.count():
+            is_interrupted = False
+            try:
+                with suppress(InterruptedError), interrupted_at(place, BLOCKS):
+                    block(engine)
+            except KeyboardInterrupt:
+                is_interrupted = True
+            # The exception is gone, and with it what it kept of the blocks.
+            assert not engine.is_canonical
+            assert (residency_of(engine)._pauses, share._pauses) == (0, 0)
+            if not is_interrupted:
+                break
+        assert place > 20
 
 
 @pytest.mark.parametrize("where", ["begin", "launched", "end"])
