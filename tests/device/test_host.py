@@ -21,10 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata_cli.engine import device as device_room
-from strata_cli.engine.device import host_memory, host_stream, open_device
+from strata_cli.engine.device import host_event, host_memory, open_device
 from strata_cli.engine.device.base import Kernel, Launch, empty
 from strata_cli.engine.device.host import HostDevice
-from strata_cli.engine.device.host_stream import HostEvent, HostStream
+from strata_cli.engine.device.host_event import HostEvent
+from strata_cli.engine.device.host_stream import HostStream
 from strata_cli.engine.device.host_workers import WorkerPool
 from strata_cli.errors import ConfigError, DeviceError, OutOfMemory
 from tests.device.gates import PATIENCE_S, standing_at
@@ -164,7 +165,7 @@ def test_closing_drops_what_has_not_begun(host: HostDevice) -> None:
 def test_a_stream_whose_thread_dies_is_an_error_for_all_who_wait(
     host: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_stream, "LOOK_S", 0.01)
+    monkeypatch.setattr(host_event, "LOOK_S", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda _args: None)
     stream, other, event, before = host.stream("a"), host.stream("b"), host.event(), host.event()
     gate = threading.Event()

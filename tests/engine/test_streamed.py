@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from strata_cli.engine.device import host_stream
+from strata_cli.engine.device import host_event
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.device.host_memory import HostBuffer
 from strata_cli.engine.device.host_stream import HostStream
@@ -419,7 +419,7 @@ def test_a_device_that_hangs_ends_the_prompt(separate: Path, truth: Talk, device
 def test_a_dead_thread_of_the_host_device_ends_every_prompt_and_the_engine_closes(
     separate: Path, name: str, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_stream, "LOOK_S", 0.01)
+    monkeypatch.setattr(host_event, "LOOK_S", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda _args: None)
     with way.open(separate, "host") as engine, engine.sequence() as sequence:
         stream = engine._stream if name == "compute" else store_of(engine).copies

@@ -41,8 +41,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Event, Home, Stream, Tensor
+from strata_cli.engine.device.host_arrays import resolve
 from strata_cli.engine.device.host_memory import HostBuffer
-from strata_cli.engine.device.host_stream import resolve
 from strata_cli.engine.device.row_copies import row_runs
 from strata_cli.engine.experts.consumer import Consumer, ConsumerRules
 from strata_cli.engine.experts.depth import DepthRule

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from strata_cli.engine.device.base import Device, Kernel, KernelArgument, Launch, Stream, Tensor
-from strata_cli.engine.device.host_stream import body_arguments
+from strata_cli.engine.device.host_arrays import body_arguments
 from strata_cli.engine.device.transfer import download, upload
 
 # How far a device may be from a reference in float64, by the type it computes in.

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Home, Kernel, MemoryInfo
 from strata_cli.engine.device.cgroup import cgroup_processors
+from strata_cli.engine.device.host_event import HostEvent
 from strata_cli.engine.device.host_memory import (
     HostBuffer,
     anonymous_bytes,
     host_memory,
     locked_bytes,
 )
-from strata_cli.engine.device.host_stream import HostEvent, HostStream
+from strata_cli.engine.device.host_stream import HostStream
 from strata_cli.engine.device.host_workers import WorkerPool
 from strata_cli.errors import ConfigError, DeviceError
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from strata_cli.engine.device.base import HostFunction, Kernel, KernelArgument, Launch, Stream
-from strata_cli.engine.device.host_stream import body_arguments
+from strata_cli.engine.device.host_arrays import body_arguments
 from strata_cli.engine.device.paper import PaperStream
 
 
