@@ -225,7 +225,7 @@ __device__ inline void rate_experts(int *keys, long long *sources, const float *
                                     const float *errors, const long long *addresses,
                                     long long first_cached, long long end_cached, long long tokens,
                                     long long experts) {
-#pragma unroll 8
+#pragma unroll 4
     for (long long e = threadIdx.x; e < experts; e += blockDim.x) {
         const long long address = addresses[e];
         float largest = lowest();
@@ -304,6 +304,60 @@ extern "C" __global__ void bring_ahead(const float *logits, const float *errors,
 }
 
 #if BULK
+constexpr int LANE_EXPERTS = 16;  // of a lane, in its registers
+
+// What rate_experts and list_ahead do, by one warp, for as many experts as its registers hold: 32 *
+// LANE_EXPERTS. Lane l rates experts l, l + 32, ...
+__device__ inline void list_few(Ahead &own, Blobs &blobs, const float *logits, const float *errors,
+                                const long long *addresses, long long first_cached,
+                                long long end_cached, long long tokens, int experts, int num_likely,
+                                int num_slots) {
+    const int lane = threadIdx.x & 31;
+    float largest[LANE_EXPERTS];
+    int keys[LANE_EXPERTS];
+    unsigned outside = 0;  // a bit for each of the lane's, as for the cache
+#pragma unroll
+    for (int i = 0; i < LANE_EXPERTS; i++) {
+        const int e = lane + 32 * i;
+        const long long address = e < experts ? addresses[e] : 0;
+        if (address && !(address >= first_cached && address < end_cached)) outside |= 1u << i;
+        largest[i] = lowest();
+    }
+    for (long long token = 0; token < tokens; token++)
+#pragma unroll
+        for (int i = 0; i < LANE_EXPERTS; i++) {
+            const int e = min(lane + 32 * i, experts - 1);
+            largest[i] = fmaxf(largest[i], __ldcg(logits + token * experts + e));
+        }
+#pragma unroll
+    for (int i = 0; i < LANE_EXPERTS; i++) {
+        const int e = lane + 32 * i;
+        const float error = errors[min(e, experts - 1)];
+        keys[i] = e < experts ? max(order_of(largest[i] + error), LEAST + 1) : LEAST;
+    }
+    int count = 0;
+    for (int looked = 0; looked < min(num_likely, experts) && count < num_slots; looked++) {
+        int best = LEAST, id = 0;
+#pragma unroll
+        for (int i = 0; i < LANE_EXPERTS; i++) best = max(best, keys[i]);
+        const int key = max_of_warp(best);
+#pragma unroll
+        for (int i = LANE_EXPERTS - 1; i >= 0; i--)
+            if (keys[i] == key) id = lane + 32 * i;
+        id = -max_of_warp(best == key ? -id : LEAST);
+        const bool is_outside = __shfl_sync(ALL_LANES, outside >> (id / 32) & 1u, id % 32);
+#pragma unroll
+        for (int i = 0; i < LANE_EXPERTS; i++)
+            if (id == lane + 32 * i) keys[i] = LEAST;
+        if (!is_outside) continue;
+        if (lane == 0) own.experts[count] = id;
+        count++;
+    }
+    if (lane == 0) own.count = count;
+    __syncwarp();
+    if (lane < count) blobs.source[lane] = addresses[own.experts[lane]];
+}
+
 // Where those that are brought ahead go, in the order in which they come; by one warp.
 __device__ inline void place_ahead(Blobs &blobs, int count, const unsigned char *slots,
                                    long long stride, int spans) {
@@ -396,10 +450,19 @@ extern "C" __global__ void bring_layers(const float *foreseen, const float *erro
         if (!__shfl_sync(ALL_LANES, goes_on, 0)) return;
         const bool is_over = threadIdx.x == 0 && atomicAdd(&ahead->claimed, 0u) & ENDED;
         if (__shfl_sync(ALL_LANES, is_over, 0)) continue;
-        rate_experts(keys, sources, foreseen + layer * room * experts, errors + layer * experts,
-                     addresses + layer * experts, first_cached, end_cached, tokens, experts);
-        list_ahead(own, blobs, keys, sources, experts, num_likely, num_slots);
-        fence_async_copies();  // stages lie where that was
+        const float *logits = foreseen + layer * room * experts,
+                    *lacking = errors + layer * experts;
+        const long long *places = addresses + layer * experts;
+        if (experts <= 32 * LANE_EXPERTS) {
+            list_few(own, blobs, logits, lacking, places, first_cached, end_cached, tokens,
+                     static_cast<int>(experts), static_cast<int>(num_likely),
+                     static_cast<int>(num_slots));
+        } else {
+            rate_experts(keys, sources, logits, lacking, places, first_cached, end_cached, tokens,
+                         experts);
+            list_ahead(own, blobs, keys, sources, experts, num_likely, num_slots);
+            fence_async_copies();  // stages lie where that was
+        }
         if (threadIdx.x < own.count) ahead->experts[threadIdx.x] = own.experts[threadIdx.x];
         if (threadIdx.x == 0) ahead->count = own.count;
         __threadfence();
