@@ -55,12 +55,9 @@ def test_r12_with_all_routing_known_only_what_must_be_is_copied(case: Case) -> N
 
 def test_r14_a_gate_starts_unpublished_and_takes_each_layer_once() -> None:
     gate = Gate(3, 4)
-    assert not any(gate.is_published(layer) for layer in range(3))
-    with pytest.raises(StateError, match="not published"):
-        gate.is_routed(1, 0)
+    assert gate.rows == [None, None, None]
     gate.publish(1, np.array([True, False, False, True]))
-    assert [gate.is_published(layer) for layer in range(3)] == [False, True, False]
-    assert [gate.is_routed(1, rank) for rank in range(4)] == [True, False, False, True]
+    assert gate.rows == [None, bytes([1, 0, 0, 1]), None]
     with pytest.raises(StateError, match="layer 1 was published before"):
         gate.publish(1, np.zeros(4, np.bool_))
 

@@ -41,18 +41,3 @@ class Gate:
         if self._rows[layer] is not None:
             raise StateError(f"the routing of layer {layer} was published before")
         self._rows[layer] = routed.astype(np.uint8).tobytes()
-
-    def is_published(self, layer: int) -> bool:
-        """Whether the layer's routing is known."""
-        return self._rows[layer] is not None
-
-    def is_routed(self, layer: int, rank: int) -> bool:
-        """Whether a token wants the expert of this rank.
-
-        Raises:
-            StateError: the layer is not published.
-        """
-        row = self._rows[layer]
-        if row is None:
-            raise StateError(f"the routing of layer {layer} is not published")
-        return bool(row[rank])
