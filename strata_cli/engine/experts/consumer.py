@@ -211,14 +211,15 @@ class Consumer:
 
     def _choose_kept(self, layer: int, routed: Sequence[int]) -> None:
         if self._rules.kept is not None:
-            experts = [self._entries.experts[k] for k in routed]
+            experts = list(map(self._entries.experts.__getitem__, routed))
             self._rules.kept.choose(layer, self.use[layer], experts)
 
     def _keep(self, layer: int, routed: Sequence[int]) -> None:
         """Their reads are enqueued and their slots not yet given back: the moment to copy them."""
-        if self._rules.kept is not None:
+        kept = self._rules.kept
+        if kept is not None and kept.wanted:
             for k in routed:
-                self._rules.kept.keep(layer, self._entries.experts[k], k % self._ring.num_slots)
+                kept.keep(layer, self._entries.experts[k], k % self._ring.num_slots)
 
     def _give_back(self, k: int) -> None:
         """Every entry before k is done with: read and released, or never to be read."""

@@ -32,6 +32,7 @@ class KeptBlobs:
 
     Attributes:
         slots: see above.
+        wanted: what keep() would take of the layer that choose() was asked for.
         addresses: of each kept blob, int64 [L, E], by expert id; 0: not kept.
     """
 
@@ -47,7 +48,7 @@ class KeptBlobs:
         self._pair_in = np.full(slots.shape[0], EMPTY, np.int64)
         self._ring_slots = 0
         self._free: list[int] = []
-        self._wanted: frozenset[int] = frozenset()
+        self.wanted: frozenset[int] = frozenset()
 
     @property
     def is_kept(self) -> NDArray[np.bool_]:
@@ -59,14 +60,11 @@ class KeptBlobs:
         """The first slots are a chunk's ring from now on: what was there is kept no longer."""
         self._ring_slots = ring_slots
         self._forget(np.arange(ring_slots))
-        num_layers, num_experts = self.addresses.shape
-        for layer in range(num_layers):
-            experts = np.flatnonzero(self.addresses[layer]).tolist()
+        for layer in np.flatnonzero(self.addresses.any(axis=1)).tolist():
+            experts = np.flatnonzero(self.addresses[layer])
             most = max(self._share(layer), (self.slots.shape[0] - ring_slots) // MOST_SHARE)
             if len(experts) > most:
-                stay = most_used(self._scores[layer], experts, most)
-                gone = layer * num_experts + np.setdiff1d(experts, stay)
-                self._forget(np.flatnonzero(np.isin(self._pair_in, gone)))
+                self._drop(layer, experts, most_used(self._scores[layer], experts, most))
         empty = np.flatnonzero(self._pair_in[ring_slots:] == EMPTY)
         self._free = (ring_slots + empty).tolist()
 
@@ -78,22 +76,24 @@ class KeptBlobs:
             use: tokens of each of its experts in this chunk, [E].
             experts: those that are streamed and routed.
         """
-        scores = self._scores[layer]
+        scores, had = self._scores[layer], np.flatnonzero(self.addresses[layer])
         scores *= DECAY
         scores += use / max(use.sum(), 1)
-        had = np.flatnonzero(self.addresses[layer]).tolist()
-        best = most_used(scores, [*had, *experts], self._share(layer))
-        gone = layer * self.addresses.shape[1] + np.setdiff1d(had, best)
-        self._free += self._forget(np.flatnonzero(np.isin(self._pair_in, gone)))
-        new = [expert for expert in best if not self.addresses[layer, expert]]
-        self._wanted = frozenset(new[: len(self._free)])
+        num_slots = self._share(layer)
+        if not num_slots and not had.size:
+            self.wanted = frozenset()
+            return
+        best = most_used(scores, [*had.tolist(), *experts], num_slots)
+        self._free += self._drop(layer, had, best)
+        new = best[self.addresses[layer, best] == 0]
+        self.wanted = frozenset(new[: len(self._free)].tolist())
 
     def keep(self, layer: int, expert: int, slot: int) -> None:
         """Enqueue a copy of the blob in a ring slot, if it was chosen.
 
         Later than the ring's copies before it, which may have been into a slot that is free now.
         """
-        if expert in self._wanted:
+        if expert in self.wanted:
             to = self._free.pop()
             self._reads.copy(self._room(to, layer), self._room(slot, layer))
             self._put(to, layer, expert)
@@ -123,6 +123,11 @@ class KeptBlobs:
         self._pair_in[slot] = layer * self.addresses.shape[1] + expert
         self.addresses[layer, expert] = self._room(slot, layer).address
 
+    def _drop(self, layer: int, experts: NDArray[np.int64], stay: NDArray[np.int64]) -> list[int]:
+        """Those of a layer's experts that do not stay are kept no longer; returns their slots."""
+        gone = np.setdiff1d(experts, stay) + layer * self.addresses.shape[1]
+        return self._forget(np.flatnonzero(np.isin(self._pair_in, gone)))
+
     def _forget(self, slots: NDArray[np.int64]) -> list[int]:
         """Nothing is kept in these slots any more; returns them."""
         pairs = self._pair_in[slots]
@@ -132,7 +137,9 @@ class KeptBlobs:
         return found
 
 
-def most_used(use: NDArray[np.number], experts: Sequence[int], count: int) -> list[int]:
+def most_used(
+    use: NDArray[np.number], experts: Sequence[int] | NDArray[np.int64], count: int
+) -> NDArray[np.int64]:
     """Of some experts, the given number with most use; equal ones by id.
 
     Args:
@@ -140,4 +147,6 @@ def most_used(use: NDArray[np.number], experts: Sequence[int], count: int) -> li
         experts: ids to choose from.
         count: how many at most.
     """
-    return sorted(experts, key=lambda expert: (-use[expert], expert))[:count]
+    found = np.sort(np.array(experts, np.int64))
+    best: NDArray[np.int64] = found[np.argsort(-use[found], kind="stable")[:count]]
+    return best
