@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from strata_cli.engine.device import open_device
-from strata_cli.engine.device.base import Device, Tensor, empty
+from strata_cli.engine.device.base import Buffer, Device, Tensor, empty
 from strata_cli.engine.device.transfer import upload
 from strata_cli.engine.forward.snapshots import MOST_UNUSED, SnapshotRoom
 from strata_cli.errors import OutOfMemory
@@ -60,15 +60,30 @@ def test_memory_is_used_again(scene: Scene) -> None:
 
 
 def test_not_much_is_kept_unused(scene: Scene) -> None:
-    held = [scene.room.copy(scene.tensors) for _ in range(MOST_UNUSED + 2)]
+    held = [scene.room.copy(scene.tensors) for _ in range(MOST_UNUSED + 3)]
     held.clear()
-    assert len(scene.room._unused) == MOST_UNUSED
     last = scene.room.copy(scene.tensors)
+    assert len(scene.room._unused) == MOST_UNUSED
     scene.room.close()
     assert not scene.room._unused
     assert last[0][0].size
     del last
     assert not scene.room._unused
+
+
+def test_a_lease_that_ends_asks_nothing_of_the_device(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage is collected at any time, also while a stream is recorded: that would spoil it."""
+    held = [scene.room.copy(scene.tensors) for _ in range(MOST_UNUSED + 3)]
+    closed: list[Buffer] = []
+    monkeypatch.setattr(type(held[0][1].buffer), "close", closed.append)
+    with scene.stream.capture() as graph:
+        held.clear()
+        assert not closed
+    graph.close()
+    scene.room.copy(scene.tensors)
+    assert len(closed) == 2
 
 
 def test_ordinary_memory_serves_where_no_more_can_be_locked(

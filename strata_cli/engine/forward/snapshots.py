@@ -20,7 +20,7 @@ from strata_cli.engine.device.base import Buffer, Device, Event, Stream, Tensor
 from strata_cli.engine.device.transfer import host_tensor
 from strata_cli.errors import OutOfMemory
 
-MOST_UNUSED = 2  # blocks that wait for the next copy
+MOST_UNUSED = 2  # blocks that wait for another copy behind the next one
 ALIGN_BYTES = 64
 
 
@@ -103,10 +103,12 @@ class SnapshotRoom:
         self._under_way.append((event, lease))
 
     def give_back(self, buffer: Buffer) -> None:
-        """For a lease that ends: its block may be used again."""
-        if self._is_closed or len(self._unused) >= MOST_UNUSED:
-            buffer.close()
-        else:
+        """For a lease that ends: its block may be used again.
+
+        In any thread and at any time, for Python collects garbage when it likes, also where the
+        stream is being recorded and nothing else may be asked of the device: nothing is closed.
+        """
+        if not self._is_closed:
             self._unused.append(buffer)
 
     def close(self) -> None:
@@ -126,6 +128,8 @@ class SnapshotRoom:
 
     def _block(self, nbytes: int) -> Buffer:
         """At least so many bytes; ordinary memory where no more can be locked."""
+        while len(self._unused) > MOST_UNUSED + 1:  # one is wanted now
+            self._unused.pop(0).close()
         while self._unused:
             buffer = self._unused.pop()
             if buffer.nbytes >= nbytes:
