@@ -77,13 +77,14 @@ def test_a_lease_that_ends_asks_nothing_of_the_device(
     """Garbage is collected at any time, also while a stream is recorded: that would spoil it."""
     held = [scene.room.copy(scene.tensors) for _ in range(MOST_UNUSED + 3)]
     closed: list[Buffer] = []
-    monkeypatch.setattr(type(held[0][1].buffer), "close", closed.append)
-    with scene.stream.capture() as graph:
-        held.clear()
-        assert not closed
+    with monkeypatch.context() as patch:
+        patch.setattr(type(held[0][1].buffer), "close", lambda buffer: closed.append(buffer))
+        with scene.stream.capture() as graph:
+            held.clear()
+            assert not closed
+        scene.room.copy(scene.tensors)
+        assert len(closed) == 2
     graph.close()
-    scene.room.copy(scene.tensors)
-    assert len(closed) == 2
 
 
 def test_ordinary_memory_serves_where_no_more_can_be_locked(
