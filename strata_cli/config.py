@@ -8,7 +8,6 @@ engine: a setting that changes nothing has no field. Imports nothing heavy, so h
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -44,14 +43,13 @@ from strata_cli.parsers import (
     trace_target,
     whole_number,
 )
+from strata_cli.toml_file import read_toml
 
 T = TypeVar("T")
 
 PREFIX = "STRATA_"
 TEST_PREFIX = "STRATA_TEST_"  # what the tests are told, not the engine
 
-LARGEST_FILE_BYTES = 1 << 16
-MOST_DOTS = 64  # in one line: the parser's memory grows with the square of a dotted key's parts
 HIDDEN = "something else"  # stands for a secret in messages
 LONGEST_NAME = 64  # a name is not compared with the real ones beyond that
 
@@ -498,7 +496,7 @@ def read_config_file(path: Path) -> dict[str, Given]:
     Raises:
         ConfigError: the file cannot be read, is not TOML, or has a key that is no setting.
     """
-    table = _read_toml(path)
+    table = read_toml(path)
     for key, value in table.items():
         if key not in field_names():
             raise _unknown_key(key, path)
@@ -510,48 +508,6 @@ def read_config_file(path: Path) -> dict[str, Given]:
                 hint=f"write it as one line: {key} = ..., with text in quotes",
             )
     return {key: Given(f"{key} in {path_text(path)}", value) for key, value in table.items()}
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    shown = path_text(path)
-    try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the config file {shown}: {error.strerror}",
-            hint="check the path that --config or STRATA_CONFIG gives",
-        ) from error
-    if len(data) > LARGEST_FILE_BYTES:
-        raise ConfigError(
-            f"the config file {shown} has more than {LARGEST_FILE_BYTES} bytes",
-            hint="it holds settings alone, one a line, such as: threads = 4",
-        )
-    try:
-        text = data.decode("utf-8-sig")  # editors of some systems put a mark in front
-        _check_dots(text, shown)
-        return tomllib.loads(text)
-    except RecursionError:
-        raise _not_toml(shown, "nested too deeply") from None
-    except ValueError as error:  # not TOML, or not UTF-8
-        raise _not_toml(shown, _cut(str(error))) from error
-
-
-def _check_dots(text: str, shown: str) -> None:
-    for index, line in enumerate(text.splitlines(), 1):
-        if not line.lstrip().startswith("#") and line.count(".") > MOST_DOTS:
-            raise _not_toml(shown, f"line {index} has more than {MOST_DOTS} dots")
-
-
-def _not_toml(shown: str, problem: str) -> ConfigError:
-    return ConfigError(
-        f"the config file {shown} is not valid TOML: {problem}",
-        hint='settings stand one a line, such as: threads = 4, or device = "host"',
-    )
-
-
-def _cut(problem: str) -> str:
-    return problem if len(problem) <= 200 else f"{problem[:200]}…"
 
 
 def _unknown_key(key: str, path: Path) -> ConfigError:
