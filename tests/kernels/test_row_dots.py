@@ -24,7 +24,8 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 DOTS = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7)
 TYPES = [qtype for qtype in QuantType if has_dots(BLOCK[qtype])]
-BY_PROCESSOR = ["IQ3_XXS", "IQ4_NL", "IQ4_XS", "MXFP4"]  # otherwise decoded on others than this one
+# Otherwise decoded on others than this processor.
+BY_PROCESSOR = ["IQ3_XXS", "IQ4_NL", "IQ4_XS", "MXFP4", "Q4_K", "Q6_K"]
 GUARD = np.float32(12345.0)
 
 

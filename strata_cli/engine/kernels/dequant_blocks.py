@@ -6,6 +6,7 @@ state them. Weights of a block of 256 come in runs of 16 or 32 that share a scal
 
 from __future__ import annotations
 
+from strata_cli.engine.kernels import dequant_wide
 from strata_cli.engine.kernels.dequant_lanes import Block
 from strata_cli.engine.kernels.lanes import Lanes
 
@@ -116,6 +117,9 @@ def _scale_and_minimum(block: Block, run: int) -> tuple[Lanes, Lanes]:
 
 def q4_k(block: Block) -> None:
     """Half d, half dmin, 12 bytes of 6-bit scales and minimums, 128 bytes of two codes."""
+    if block.has("avx512f"):
+        dequant_wide.q4_k(block)
+        return
     d, dmin = block.half(0), block.half(2)
     for run in range(8):
         scale, minimum = _scale_and_minimum(block, run)
@@ -136,6 +140,9 @@ def q5_k(block: Block) -> None:
 
 def q6_k(block: Block) -> None:
     """128 bytes of four low bits, 64 bytes of two high bits, 16 int8 scales, half d."""
+    if block.has("avx512f"):
+        dequant_wide.q6_k(block)
+        return
     d = block.half(208)
     for run in range(16):
         half, row, side = run // 8, run % 8 // 2, 16 * (run % 2)

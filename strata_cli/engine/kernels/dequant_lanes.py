@@ -35,10 +35,19 @@ def look_up_floats(codes: Lanes, book: Sequence[float], scale: Lanes) -> Lanes:
         book: 16 numbers.
         scale: of them, a scalar.
     """
+    return pick_floats(codes, float_book(codes, book) * scale)
+
+
+def float_book(like: Lanes, book: Sequence[float]) -> Lanes:
+    """16 numbers as float32, in the code that another value is in."""
     kind = ir.VectorType(ir.FloatType(), _WIDE)
-    scaled = Lanes(codes.builder, ir.Constant(kind, [float(entry) for entry in book])) * scale
+    return Lanes(like.builder, ir.Constant(kind, [float(entry) for entry in book]))
+
+
+def pick_floats(codes: Lanes, book: Lanes) -> Lanes:
+    """book[code] in 16 lanes, where the processor has AVX-512; both as of look_up_floats."""
     name = "llvm.x86.avx512.permvar.sf.512"
-    return instruction(codes.builder, name, kind, scaled.value, codes.value)
+    return instruction(codes.builder, name, book.value.type, book.value, codes.value)
 
 
 class Block:

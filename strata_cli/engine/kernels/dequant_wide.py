@@ -1,9 +1,9 @@
-"""Decoders for processors whose registers hold all codes of a block: AVX-512 with byte shuffles.
+"""Decoders for processors with the registers of AVX-512, which hold 64 codes or 16 floats.
 
-Weights are those of ``dequant_books``, bit for bit. What takes time there is to look rows of a code
-book up one by one. Here 64 indices are looked up at once, in registers, and become one stream of
-4-bit codes: a level and a sign. A second look-up, in 16 floats that are scaled already, makes 16
-codes weights.
+Weights are those of ``dequant_books`` and ``dequant_blocks``, bit for bit. Where codes are few,
+what a code stands for is looked up in a register of floats that are scaled already. Where an index
+names a row of a code book, 64 are looked up at once, if bytes can be shuffled, and become one
+stream of 4-bit codes: a level and a sign.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from strata_cli.engine.kernels.dequant_lanes import Block, look_up_floats
+from strata_cli.engine.kernels.dequant_lanes import (
+    Block,
+    float_book,
+    look_up_floats,
+    pick_floats,
+)
 from strata_cli.engine.kernels.lanes import Lanes, instruction
 from strata_cli.engine.model.quants import QuantType, grid
 
@@ -32,8 +37,53 @@ _FIRST_SIGNS = (0, 0, 0, 1, 0, 0, 0, 2)  # of four weights' signs: those of the 
 _LAST_SIGNS = (0, 0, 0, 4, 0, 0, 0, 8)
 
 
+def q4_k(block: Block) -> None:
+    """For AVX-512; see dequant_blocks."""
+    scales, minimums = _scales_and_minimums(block)
+    for pair in range(4):
+        codes = [block.bytes(16 + 32 * pair + 16 * half, 16).unsigned(32) for half in range(2)]
+        for side in range(2):
+            run = 2 * pair + side
+            book = float_book(scales, range(16)) * scales.lane(run) - minimums.lane(run)
+            for half, code in enumerate(codes):
+                first = 64 * pair + 32 * side + 16 * half
+                block.store(first, pick_floats(code >> (4 * side), book))
+
+
+def q6_k(block: Block) -> None:
+    """For AVX-512; see dequant_blocks."""
+    scales = block.half(208) * block.bytes(192, 16).floats()
+    for half in range(2):
+        lows = [block.bytes(64 * half + 16 * part, 16).unsigned(32) for part in range(4)]
+        highs = [block.bytes(128 + 32 * half + 16 * part, 16).unsigned(32) for part in range(2)]
+        for row in range(4):
+            for side in range(2):
+                low = (lows[2 * (row % 2) + side] >> (4 * (row // 2))) & 15
+                codes = low | (_moved(highs[side], 4 - 2 * row) & 48)
+                run = 8 * half + 2 * row + side
+                block.store(16 * run, (codes - 32).floats() * scales.lane(run))
+
+
+def _scales_and_minimums(block: Block) -> tuple[Lanes, Lanes]:
+    """Those of eight runs as float32: the 6-bit numbers of four at once, in the bytes of a word."""
+    words = [block.integer(4 + 4 * index, 32) for index in range(3)]
+    highest = [(word >> 6) & 0x03030303 for word in words[:2]]
+    last = [words[2] & 0x0F0F0F0F, (words[2] >> 4) & 0x0F0F0F0F]
+    found = []
+    for index, factor in enumerate((block.half(0), block.half(2))):
+        late = last[index] | (highest[index] << 4)
+        both = (words[index] & 0x3F3F3F3F).unsigned(64) | (late.unsigned(64) << 32)
+        found.append(factor * both.of_width(8).unsigned(32).floats())
+    return found[0], found[1]
+
+
+def _moved(bits: Lanes, places: int) -> Lanes:
+    """Shifted to the left, or to the right by fewer than none."""
+    return bits << places if places >= 0 else bits >> -places
+
+
 def is_wide(block: Block) -> bool:
-    """Whether these decoders run where a block is decoded."""
+    """Whether iq3_xxs() runs where a block is decoded."""
     return block.has(*FEATURES)
 
 

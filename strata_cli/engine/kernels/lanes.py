@@ -111,9 +111,9 @@ class Lanes:
         return self._new(convert(self.value, kind))
 
     def of_width(self, bits: int) -> Lanes:
-        """An integer vector's bits as lanes of another width."""
+        """The bits of an integer or of a vector of them as lanes of another width."""
         kind = self.value.type
-        count = kind.count * kind.element.width // bits
+        count = getattr(kind, "count", 1) * _bits(kind) // bits
         return self._new(self.builder.bitcast(self.value, ir.VectorType(ir.IntType(bits), count)))
 
     def widened(self) -> Lanes:
