@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.cancelling import NEVER, Cancellation
 from strata_cli.engine.forward.loading import Progress
-from strata_cli.engine.forward.parking import ParkedRows, park, unpark
+from strata_cli.engine.forward.parking import ParkedRows, park, parked_bytes, unpark
 from strata_cli.engine.forward.state import SequenceState, Snapshot, StateHash
 from strata_cli.engine.prefill.branches import Branch
 from strata_cli.engine.prefill.chunks import Wanted
@@ -177,6 +177,11 @@ class Sequence:
         """
         self._require_open()
         return park(self._state, num_tokens)
+
+    @property
+    def parked_bytes(self) -> int:
+        """Host memory that park() would take."""
+        return parked_bytes(self._state)
 
     def restore_parked(self, rows: ParkedRows, snapshot: Snapshot) -> None:
         """Become what was parked, as it was at a snapshot of it; like restore() otherwise."""

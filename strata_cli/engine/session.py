@@ -323,7 +323,8 @@ class Session:
         )
         if sequence.is_consistent and sequence.position and not is_known:
             checkpoints = (*checkpoints, Checkpoint(sequence.snapshot()))
-        if checkpoints:
+        nbytes = sequence.parked_bytes + sum(kept.nbytes for kept in checkpoints)
+        if checkpoints and nbytes <= self.conversations.budget_bytes:
             self.conversations.park(Conversation(sequence.park(), checkpoints))
 
     def _read_all(

@@ -13,6 +13,7 @@ from strata_cli.engine.engine import Engine
 from strata_cli.engine.forward.state import SequenceState, Snapshot
 from strata_cli.engine.prompt_cache import CacheRules, is_prefix
 from strata_cli.engine.reading import ReadRequest
+from strata_cli.engine.sequence import Sequence
 from strata_cli.engine.session import Session
 from strata_cli.errors import InputError
 from tests.engine.passes import interrupt
@@ -152,7 +153,9 @@ def test_parked_conversations_come_back(engine: Engine, truth: Truth) -> None:
             assert check(session, truth, [*ids[:48], 4]) == 48  # its grid came back too
 
 
-def test_conversations_stay_within_their_budget(engine: Engine, truth: Truth) -> None:
+def test_conversations_stay_within_their_budget(
+    engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Session(engine, PARKING) as session:
         check(session, truth, TEXT[:60])
         check(session, truth, OTHER[:60])
@@ -165,6 +168,11 @@ def test_conversations_stay_within_their_budget(engine: Engine, truth: Truth) ->
         ]
         session.conversations.budget_bytes = one - 1
         check(session, truth, TEXT[30:90])  # what is too large pushes nothing out
+        assert len(session.conversations.conversations) == 1
+        session.conversations.budget_bytes = session.sequence.parked_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(Sequence, "park", None)  # nothing is copied that would not be kept
+            check(session, truth, TEXT[60:120])
         assert len(session.conversations.conversations) == 1
         assert check(session, truth, TEXT[:60]) == 0
 

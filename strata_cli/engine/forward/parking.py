@@ -33,6 +33,11 @@ class ParkedRows:
         return sum(part.nbytes for part in self.parts)
 
 
+def parked_bytes(state: SequenceState) -> int:
+    """Host memory that parking all valid rows would take."""
+    return sum(rows.nbytes for rows in _rows(state, len(state.cached_ids)))
+
+
 def park(state: SequenceState, num_tokens: int | None = None) -> ParkedRows:
     """Copy valid rows to host memory; also of a sequence interrupted halfway. Waits.
 
