@@ -88,15 +88,19 @@ class KeptBlobs:
         new = best[self.addresses[layer, best] == 0]
         self.wanted = frozenset(new[: len(self._free)].tolist())
 
-    def keep(self, layer: int, expert: int, slot: int) -> None:
-        """Enqueue a copy of the blob in a ring slot, if it was chosen.
+    def keep(self, layer: int, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Enqueue copies of the blobs in ring slots, of those experts that were chosen.
 
-        Later than the ring's copies before it, which may have been into a slot that is free now.
+        Later than the ring's copies before them, which may have been into slots that are free now.
         """
-        if expert in self.wanted:
-            to = self._free.pop()
-            self._reads.copy(self._room(to, layer), self._room(slot, layer))
-            self._put(to, layer, expert)
+        copies = []
+        for expert, slot in zip(experts, slots, strict=True):
+            if expert in self.wanted:
+                to = self._free.pop()
+                copies.append((self._room(to, layer), self._room(slot, layer)))
+                self._put(to, layer, expert)
+        if copies:
+            self._reads.copy_many(copies)
 
     def leave(self, entries: EntryList, use: NDArray[np.int64]) -> None:
         """A chunk is done: what its ring holds is kept, as far as its reads waited for it.
