@@ -20,7 +20,7 @@
 #include "tiles.cuh"
 
 constexpr int TILE_ROWS = 16;
-constexpr int MOST_THREADS = 672;   // of a block: twenty warps that multiply, and one that copies
+constexpr int MOST_THREADS = 768;   // of a block: 23 warps that multiply, and one that copies
 constexpr int LOADS_AT_ONCE = 8;    // of a thread
 constexpr int PLANES_BARRIER = 15;  // of all warps that multiply; teams have those below
 

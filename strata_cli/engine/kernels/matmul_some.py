@@ -32,7 +32,7 @@ from strata_cli.errors import DeviceError
 
 SOME_SOURCE = "matmul_some.cu"
 CAPABILITY = (9, 0)  # the least that copies runs of bytes
-MOST_WARPS = 20  # that multiply
+MOST_WARPS = 23  # that multiply: 24 find room with 80 registers of each thread
 TILE_ROWS = 16  # weight rows, of one matrix, of two, or of four streams
 STREAMS = 4  # that can be mixed
 ENDS = {1: "some", 2: "swiglu", STREAMS: "mix"}  # of functions' names, by matrices of a tile
@@ -73,7 +73,7 @@ def _shape(
     slot_chunks, known = matrices * cut.slot_chunks, 6 * (experts + 1)
     most = MOST_WARPS // slices
     for groups in candidates:
-        for teams in range(most, most * 2 // 3 if groups > 1 else 0, -1):
+        for teams in range(most, most * 3 // 5 if groups > 1 else 0, -1):
             planes = 16 * groups * matrix.cols
             fixed = book_bytes(matrix.qtype) + planes + known + teams * GATE_BYTES
             each = 16 * slot_chunks + HELD_BYTES + 2 * GATE_BYTES
