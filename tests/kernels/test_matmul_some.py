@@ -58,7 +58,7 @@ def test_few_rows_are_taken_a_few_at_a_time() -> None:
     """Else half of the teams would have no tile."""
     down = expert_of(Q.Q8_0, 2560, 640)
     functions = [some_plan(down, 1, 0, HOPPER, tokens).unit.function for tokens in (40, 100, 256)]
-    assert [function.rpartition(", ")[2] for function in functions] == ["1>", "2>", "2>"]
+    assert [function.rpartition(", ")[2] for function in functions] == ["1>", "2>", "4>"]
 
 
 def test_what_does_not_fit_is_not_taken() -> None:
