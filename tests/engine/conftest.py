@@ -10,6 +10,7 @@ import pytest
 from strata_cli.engine.engine import Engine
 from tests.devices import EVERY_DEVICE, device_or_skip
 from tests.engine.readings import CONTEXT, TEXT, Reading, Truth, open_engine, read_in_parts
+from tests.engine.streams import Talk, talk, write_streamed_model
 from tests.model.tiny_model import write_tiny_model
 
 
@@ -54,3 +55,22 @@ def whole(engine: Engine) -> Reading:
 @pytest.fixture(scope="session")
 def truth(engine: Engine) -> Truth:
     return Truth(engine)
+
+
+@pytest.fixture(scope="session")
+def separate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for streams of experts, their matrices one by one; see write_streamed_model."""
+    return write_streamed_model(tmp_path_factory.mktemp("separate") / "m.gguf", fused=False)
+
+
+@pytest.fixture(scope="session")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with gate and up matrices in one."""
+    return write_streamed_model(tmp_path_factory.mktemp("fused") / "m.gguf", fused=True)
+
+
+@pytest.fixture(scope="session")
+def separate_talk(separate: Path, device_name: str) -> Talk:
+    """What the separate one says where all experts are resident."""
+    with open_engine(separate, device=device_name) as engine:
+        return talk(engine)

@@ -16,7 +16,7 @@ from strata_cli.engine.prefill.branches import plan_batches
 from strata_cli.errors import InputError
 from tests.engine.readings import CONTEXT, TEXT, Truth, bits, open_engine
 from tests.engine.strategies import VOCAB
-from tests.engine.streams import WAYS, streamer_of, write_streamed_model
+from tests.engine.streams import WAYS, streamer_of
 from tests.model.tiny_model import write_tiny_model
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=8)
@@ -121,14 +121,16 @@ def test_models_of_other_parts(tmp_path: Path, device_name: str, dims: dict[str,
 
 
 @pytest.mark.parametrize("way", ["routed", "no cache, ring of its own"])
-def test_experts_may_be_streamed(tmp_path: Path, device_name: str, way: str) -> None:
-    path = write_streamed_model(tmp_path / "m.gguf", fused=False)
+def test_experts_may_be_streamed(separate: Path, device_name: str, way: str) -> None:
     suffixes = [TEXT[i : i + 10] for i in range(20)]
-    with open_engine(path, device=device_name, prefill=64) as engine, engine.sequence() as sequence:
+    with (
+        open_engine(separate, device=device_name, prefill=64) as engine,
+        engine.sequence() as sequence,
+    ):
         sequence.prefill(TEXT[:70])
         resident = sequence.score(suffixes)
     with (
-        WAYS[way].open(path, device_name) as engine,
+        WAYS[way].open(separate, device_name) as engine,
         engine.sequence() as sequence,
         engine.sequence() as other,
     ):

@@ -26,7 +26,6 @@ from tests.engine.streams import (
     break_off,
     store_of,
     talk,
-    write_streamed_model,
 )
 
 WAIT_S = 20.0
@@ -35,17 +34,6 @@ WAIT_S = 20.0
 @pytest.fixture
 def cancellation() -> WatchedCancellation:
     return WatchedCancellation()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_streamed_model(tmp_path_factory.mktemp("cancelled") / "m.gguf", fused=False)
-
-
-@pytest.fixture(scope="module")
-def talked(path: Path, device_name: str) -> Talk:
-    with open_engine(path, device=device_name) as engine:
-        return talk(engine)
 
 
 def test_nothing_is_read_when_the_end_was_asked_for(
@@ -103,15 +91,15 @@ def test_a_cancellation_that_comes_too_late_changes_nothing(
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["thread", "inline"])
-def streamed(request: pytest.FixtureRequest, path: Path, device_name: str) -> Iterator[Engine]:
+def streamed(request: pytest.FixtureRequest, separate: Path, device_name: str) -> Iterator[Engine]:
     way = Way(ring=16, stream={"has_thread": request.param, "depth": 1})
-    with way.open(path, device_name) as engine:
+    with way.open(separate, device_name) as engine:
         yield engine
 
 
 @pytest.mark.parametrize("held", ["compute", "copies"])
 def test_every_wait_of_a_streamed_prompt_ends(
-    streamed: Engine, talked: Talk, cancellation: WatchedCancellation, held: str
+    streamed: Engine, separate_talk: Talk, cancellation: WatchedCancellation, held: str
 ) -> None:
     """The device does not get to what the prompt waits for: the routing, or room for copies."""
     stream = streamed._stream if held == "compute" else store_of(streamed).copies
@@ -119,13 +107,13 @@ def test_every_wait_of_a_streamed_prompt_ends(
         with _cancelled_while_busy(stream, cancellation):
             break_off(streamed, sequence, Cancelled, cancellation=cancellation)
         sequence.reset()
-        assert np.array_equal(sequence.prefill(TURNS[0]), talked.logits[len(TURNS[0]) - 1])
-    assert_same_talk(talk(streamed), talked)
+        assert np.array_equal(sequence.prefill(TURNS[0]), separate_talk.logits[len(TURNS[0]) - 1])
+    assert_same_talk(talk(streamed), separate_talk)
 
 
 @pytest.mark.parametrize("way", [Way(ring=16), Way(chunk=24, stream_min=1000, pinned=10)])
 def test_a_prompt_can_be_cancelled_at_any_point(
-    path: Path, talked: Talk, device_name: str, way: Way, monkeypatch: pytest.MonkeyPatch
+    separate: Path, separate_talk: Talk, device_name: str, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ahead of every thing that a streamed chunk does, one after the other."""
     calls, cancel_at = 0, 0
@@ -143,7 +131,7 @@ def test_a_prompt_can_be_cancelled_at_any_point(
 
         return call
 
-    with way.open(path, device_name) as engine:
+    with way.open(separate, device_name) as engine:
         cache = store_of(engine).cache
         with monkeypatch.context() as patch, engine.sequence() as sequence:
             for name in ("await_event", "publish", "groups", "finish"):
@@ -156,20 +144,23 @@ def test_a_prompt_can_be_cancelled_at_any_point(
                 assert cache.loan is None
                 assert (cache.pair_in == cache.held).all()
                 sequence.reset()
-        assert_same_talk(talk(engine), talked)
+        assert_same_talk(talk(engine), separate_talk)
 
 
-def test_short_chunks_end_too(path: Path, talked: Talk, device_name: str) -> None:
+def test_short_chunks_end_too(separate: Path, separate_talk: Talk, device_name: str) -> None:
     """Those that copy what is routed, through a small ring."""
     cancellation = WatchedCancellation()
-    with Way(cache=0, chunk=24).open(path, device_name) as engine, engine.sequence() as sequence:
+    with (
+        Way(cache=0, chunk=24).open(separate, device_name) as engine,
+        engine.sequence() as sequence,
+    ):
         with _cancelled_while_busy(store_of(engine).copies, cancellation):
             break_off(engine, sequence, Cancelled, cancellation=cancellation)
-        assert_same_talk(talk(engine), talked)
+        assert_same_talk(talk(engine), separate_talk)
 
 
 def test_suffixes_leave_their_prefix_whole(
-    streamed: Engine, talked: Talk, cancellation: WatchedCancellation
+    streamed: Engine, separate_talk: Talk, cancellation: WatchedCancellation
 ) -> None:
     prefix, rest = TURNS[0][:70], TURNS[0][70:]
     with streamed.sequence() as sequence:
@@ -182,11 +173,11 @@ def test_suffixes_leave_their_prefix_whole(
                 sequence.score([suffix], cancellation=own)
             assert sequence.state_hash() == state
         (row,) = sequence.score([rest], cancellation=cancellation)
-        assert np.array_equal(row, talked.logits[len(TURNS[0]) - 1])
+        assert np.array_equal(row, separate_talk.logits[len(TURNS[0]) - 1])
 
 
 def test_a_session_goes_on_from_what_is_whole(
-    streamed: Engine, talked: Talk, cancellation: WatchedCancellation
+    streamed: Engine, separate_talk: Talk, cancellation: WatchedCancellation
 ) -> None:
     prompt = TURNS[0]
     with Session(streamed) as session:
@@ -195,7 +186,7 @@ def test_a_session_goes_on_from_what_is_whole(
             session.read(prompt, cancellation=cancellation)
         logits, reused = session.read(prompt)
         assert reused == 70
-        assert np.array_equal(bits(logits), bits(talked.logits[len(prompt) - 1]))
+        assert np.array_equal(bits(logits), bits(separate_talk.logits[len(prompt) - 1]))
 
 
 @pytest.mark.parametrize("error", [ValueError("other"), DeviceError("the link is gone")])

@@ -21,7 +21,7 @@ from strata_cli.engine.reading import ReadRequest, is_canonical
 from strata_cli.engine.session import Session
 from strata_cli.engine.suffixes import read_suffixes
 from tests.engine.readings import TEXT, Reading, Truth, bits
-from tests.engine.streams import TURNS, Way, store_of, streamer_of, write_streamed_model
+from tests.engine.streams import TURNS, Way, store_of, streamer_of
 
 RULES = CacheRules(
     prompt_cache=4,
@@ -282,9 +282,8 @@ def test_sessions_may_be_canonical_throughout(deviating: Engine, exact: Exact) -
 
 
 @pytest.fixture(scope="module")
-def streamed(tmp_path_factory: pytest.TempPathFactory, device_name: str) -> Iterator[Engine]:
-    path: Path = write_streamed_model(tmp_path_factory.mktemp("canonical") / "m.gguf", fused=False)
-    with Way(is_likely=True).open(path, device_name) as engine:
+def streamed(separate: Path, device_name: str) -> Iterator[Engine]:
+    with Way(is_likely=True).open(separate, device_name) as engine:
         yield engine
 
 

@@ -22,7 +22,6 @@ from tests.engine.streams import (
     Way,
     store_of,
     streamer_of,
-    write_streamed_model,
 )
 
 pytestmark = pytest.mark.slow  # a first run compiles
@@ -37,11 +36,6 @@ WAYS = {
     "small ring": Way(chunk=NUM_TOKENS, ring=8),
     "ring of its own": Way(cache=0, chunk=NUM_TOKENS),
 }
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_streamed_model(tmp_path_factory.mktemp("streamed") / "m.gguf", fused=True)
 
 
 @pytest.fixture
@@ -64,14 +58,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[CubinDriver]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_launch_fits_its_function_and_was_compiled_ahead(
-    path: Path, driver: CubinDriver, monkeypatch: pytest.MonkeyPatch, way: str
+    fused: Path, driver: CubinDriver, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     def start(_tables: StreamTables) -> NDArray[np.int32]:
         """The routing that the GPU does not find."""
         return np.linspace(0, TOP_K * WAYS[way].chunk, NUM_EXPERTS + 1).astype(np.int32)
 
     monkeypatch.setattr(StreamTables, "start", start)
-    with WAYS[way].open(path, "cuda:0") as engine, engine.sequence() as sequence:
+    with WAYS[way].open(fused, "cuda:0") as engine, engine.sequence() as sequence:
         driver.calls.clear()
         driver.launches.clear()
         sequence.prefill(TURNS[0][:NUM_TOKENS])

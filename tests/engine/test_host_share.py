@@ -30,7 +30,6 @@ from tests.engine.streams import (
     failing,
     streamer_of,
     talk,
-    write_streamed_model,
 )
 
 SHORT: dict[str, Any] = {"chunk": 40, "stream_min": 1000}
@@ -46,19 +45,14 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_streamed_model(tmp_path_factory.mktemp("shared") / "m.gguf", fused=False)
-
-
-@pytest.fixture(scope="module")
-def truth(path: Path) -> Talk:
-    with open_engine(path, device="host") as engine:
+def truth(separate: Path) -> Talk:
+    with open_engine(separate, device="host") as engine:
         return talk(engine)
 
 
 @pytest.fixture(scope="module")
-def engine(path: Path) -> Iterator[Engine]:
-    with WAYS["half"].open(path, "host") as engine:
+def engine(separate: Path) -> Iterator[Engine]:
+    with WAYS["half"].open(separate, "host") as engine:
         yield engine
 
 
@@ -69,23 +63,22 @@ def share_of(engine: Engine) -> HostShare:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_host_computes_the_same_bits_itself(path: Path, truth: Talk, way: str) -> None:
-    with WAYS[way].open(path, "host") as engine:
+def test_the_host_computes_the_same_bits_itself(separate: Path, truth: Talk, way: str) -> None:
+    with WAYS[way].open(separate, "host") as engine:
         assert_same_talk(talk(engine), truth)
         assert not engine._deviates
 
 
-def test_the_parts_of_fused_blobs_of_uneven_width_are_found(tmp_path: Path) -> None:
-    path = write_streamed_model(tmp_path / "m.gguf", fused=True)
-    with open_engine(path, device="host") as plain, plain.sequence() as sequence:
+def test_the_parts_of_fused_blobs_of_uneven_width_are_found(fused: Path) -> None:
+    with open_engine(fused, device="host") as plain, plain.sequence() as sequence:
         expected = sequence.prefill(TURNS[0][:40])
-    with WAYS["all"].open(path, "host") as engine, engine.sequence() as sequence:
+    with WAYS["all"].open(fused, "host") as engine, engine.sequence() as sequence:
         assert np.array_equal(bits(sequence.prefill(TURNS[0][:40])), bits(expected))
 
 
-def test_the_processor_takes_its_share_and_the_link_the_rest(path: Path, truth: Talk) -> None:
+def test_the_processor_takes_its_share_and_the_link_the_rest(separate: Path, truth: Talk) -> None:
     events: list[Event] = []
-    with WAYS["half"].open(path, "host", Trace(events.append)) as engine:
+    with WAYS["half"].open(separate, "host", Trace(events.append)) as engine:
         with engine.sequence() as sequence:
             logits = sequence.prefill(TURNS[0], logits="all")
         counts = streamer_of(engine).counts
@@ -102,7 +95,7 @@ def test_the_processor_takes_its_share_and_the_link_the_rest(path: Path, truth: 
 
 
 def test_no_group_of_the_link_has_experts_of_the_processor(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    separate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish, groups = ChunkStream.publish, ChunkStream.groups
     elsewhere: set[int] = set()
@@ -121,14 +114,14 @@ def test_no_group_of_the_link_has_experts_of_the_processor(
 
     monkeypatch.setattr(ChunkStream, "publish", published)
     monkeypatch.setattr(ChunkStream, "groups", grouped)
-    with WAYS["half"].open(path, "host") as engine, engine.sequence() as sequence:
+    with WAYS["half"].open(separate, "host") as engine, engine.sequence() as sequence:
         sequence.prefill(TURNS[0][:120])
     assert seen
 
 
-def test_canonical_reads_are_not_shared_and_teach_nothing(path: Path, truth: Talk) -> None:
+def test_canonical_reads_are_not_shared_and_teach_nothing(separate: Path, truth: Talk) -> None:
     events: list[Event] = []
-    with WAYS["as it pays"].open(path, "host", Trace(events.append)) as engine:
+    with WAYS["as it pays"].open(separate, "host", Trace(events.append)) as engine:
         gate = share_of(engine).gate
         before = vars(gate).copy()
         with engine.canonical(), engine.sequence() as sequence:
@@ -140,7 +133,9 @@ def test_canonical_reads_are_not_shared_and_teach_nothing(path: Path, truth: Tal
         assert any(event["ev"] == "layer.cpu" for event in events)
 
 
-def test_a_gate_learns_from_what_layers_took(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_learns_from_what_layers_took(
+    separate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     added: list[tuple[int, int]] = []
     add = ShareGate.add
 
@@ -150,7 +145,7 @@ def test_a_gate_learns_from_what_layers_took(path: Path, monkeypatch: pytest.Mon
         add(gate, times)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ShareGate, "add", noted)
-    with WAYS["as it pays"].open(path, "host") as engine, engine.sequence() as sequence:
+    with WAYS["as it pays"].open(separate, "host") as engine, engine.sequence() as sequence:
         sequence.prefill(TURNS[0])
         num_chunks = len(streamer_of(engine).counts)
         gate = share_of(engine).gate
@@ -216,8 +211,8 @@ def test_the_wait_for_the_processor_ends(
     assert_same_talk(talk(engine), truth)
 
 
-def test_a_processor_that_fails_ends_the_prompt(path: Path, truth: Talk) -> None:
-    with WAYS["half"].open(path, "host") as engine, engine.sequence() as sequence:
+def test_a_processor_that_fails_ends_the_prompt(separate: Path, truth: Talk) -> None:
+    with WAYS["half"].open(separate, "host") as engine, engine.sequence() as sequence:
         pool = share_of(engine)._pool
         broken = failing(pool, ("start",), 2, DeviceError("the processor is gone"))
         with broken:
@@ -225,9 +220,9 @@ def test_a_processor_that_fails_ends_the_prompt(path: Path, truth: Talk) -> None
         assert_same_talk(talk(engine), truth)
 
 
-def test_no_threads_are_left(path: Path) -> None:
+def test_no_threads_are_left(separate: Path) -> None:
     before = set(threading.enumerate())
-    with WAYS["half"].open(path, "host") as engine, engine.sequence() as sequence:
+    with WAYS["half"].open(separate, "host") as engine, engine.sequence() as sequence:
         sequence.prefill(TURNS[0][:30])
     assert set(threading.enumerate()) <= before
 

@@ -46,21 +46,15 @@ from tests.engine.streams import (
     store_of,
     streamer_of,
     talk,
-    write_streamed_model,
 )
 
 COPIES = ("copy", "copy_many", "copy_rows")
 
 
 @pytest.fixture(scope="module", params=["separate", "fused"])
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("streamed")
-    return write_streamed_model(folder / "m.gguf", fused=request.param == "fused")
-
-
-@pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_streamed_model(tmp_path_factory.mktemp("streamed") / "m.gguf", fused=False)
+def path(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +131,9 @@ def test_prompts_that_follow_each_other_borrow_once(separate: Path, device_name:
         assert (cache.pair_in == held).all()
 
 
-def test_a_longer_loan_follows_a_shorter_one(separate: Path, device_name: str, truth: Talk) -> None:
+def test_a_longer_loan_follows_a_shorter_one(
+    separate: Path, device_name: str, separate_talk: Talk
+) -> None:
     with Way().open(separate, device_name) as engine, engine.sequence() as sequence:
         for length in (20, 100):
             sequence.prefill(TURNS[0][sequence.position : sequence.position + length])
@@ -145,7 +141,7 @@ def test_a_longer_loan_follows_a_shorter_one(separate: Path, device_name: str, t
         assert loan is not None
         assert loan.num_slots == 25
         logits = sequence.prefill(TURNS[0][120:], logits="all")
-        assert np.array_equal(logits, truth.logits[120 : len(TURNS[0])])
+        assert np.array_equal(logits, separate_talk.logits[120 : len(TURNS[0])])
 
 
 def test_kept_experts_are_not_copied_again(separate: Path, device_name: str) -> None:
@@ -158,7 +154,7 @@ def test_kept_experts_are_not_copied_again(separate: Path, device_name: str) -> 
 
 
 def test_what_one_prompt_brought_is_there_for_the_next(
-    separate: Path, device_name: str, truth: Talk, monkeypatch: pytest.MonkeyPatch
+    separate: Path, device_name: str, separate_talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as the slots are lent: here 24, of which short prompts have a ring of 16."""
     for module in (prompt_stream, sizing):
@@ -172,10 +168,12 @@ def test_what_one_prompt_brought_is_there_for_the_next(
             sequence.restore(start)
             with engine.canonical():
                 logits = sequence.prefill(TURNS[0][STREAM_MIN : STREAM_MIN + 9])
-            assert np.array_equal(logits, truth.logits[STREAM_MIN + 8])
+            assert np.array_equal(logits, separate_talk.logits[STREAM_MIN + 8])
             copied.append(streamer_of(engine).counts[0].copied)
         assert copied[-1] < copied[0]
-        assert np.array_equal(sequence.step(TURNS[0][STREAM_MIN + 9]), truth.logits[STREAM_MIN + 9])
+        assert np.array_equal(
+            sequence.step(TURNS[0][STREAM_MIN + 9]), separate_talk.logits[STREAM_MIN + 9]
+        )
         assert streamer_of(engine)._kept is None
 
 
@@ -220,7 +218,7 @@ def test_routed_experts_are_read_from_the_ring(separate: Path, device_name: str,
 
 
 def test_a_ring_waits_for_the_reads_of_the_one_before(
-    separate: Path, device_name: str, truth: Talk, monkeypatch: pytest.MonkeyPatch
+    separate: Path, device_name: str, separate_talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A short prompt's last layer is held up when the copies of a long one could begin.
 
@@ -242,7 +240,7 @@ def test_a_ring_waits_for_the_reads_of_the_one_before(
         opened._port.enqueue_logits(opened._forward.head(1, 2))
         threading.Timer(0.2, may_run.set).start()
         long.prefill(TURNS[1][:64], logits="none")
-        assert np.array_equal(opened._port.read_logits(1)[0], truth.logits[1])
+        assert np.array_equal(opened._port.read_logits(1)[0], separate_talk.logits[1])
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["thread", "inline"])
@@ -252,24 +250,18 @@ def engine(request: pytest.FixtureRequest, separate: Path, device_name: str) -> 
         yield engine
 
 
-@pytest.fixture(scope="module")
-def truth(separate: Path, device_name: str) -> Talk:
-    with open_engine(separate, device=device_name) as engine:
-        return talk(engine)
-
-
 @pytest.mark.parametrize("after", [0, 3, 40, 130, 200, 420])
 def test_an_interrupted_prompt_gives_back_what_it_borrowed(
-    engine: Engine, truth: Talk, after: int
+    engine: Engine, separate_talk: Talk, after: int
 ) -> None:
     interrupt = failing(engine._stream, ("launch",), after, KeyboardInterrupt())
     with engine.sequence() as sequence, interrupt:
         break_off(engine, sequence, KeyboardInterrupt)
-    assert_same_talk(talk(engine), truth)
+    assert_same_talk(talk(engine), separate_talk)
 
 
 def test_an_interrupt_ends_the_wait_for_the_routing(
-    engine: Engine, truth: Talk, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, separate_talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_run = threading.Event()
     sleep = time.sleep
@@ -287,11 +279,11 @@ def test_an_interrupt_ends_the_wait_for_the_routing(
         with monkeypatch.context() as patch:
             patch.setattr("time.sleep", interrupted)
             break_off(engine, sequence, KeyboardInterrupt)
-    assert_same_talk(talk(engine), truth)
+    assert_same_talk(talk(engine), separate_talk)
 
 
 def test_a_second_interrupt_leaves_what_was_lent_to_the_next_prompt(
-    engine: Engine, truth: Talk
+    engine: Engine, separate_talk: Talk
 ) -> None:
     """It comes while what the first one's prompt had borrowed is filled again."""
     cache = store_of(engine).cache
@@ -308,12 +300,12 @@ def test_a_second_interrupt_leaves_what_was_lent_to_the_next_prompt(
         assert (cache.pair_in != held).any()
         with pytest.raises(StateError, match="interrupted"):
             sequence.step(STEPS[0])
-    assert_same_talk(talk(engine), truth)
+    assert_same_talk(talk(engine), separate_talk)
     assert (cache.pair_in == held).all()
 
 
 def test_an_interrupt_ends_the_wait_for_a_copy(
-    separate: Path, truth: Talk, device_name: str, monkeypatch: pytest.MonkeyPatch
+    separate: Path, separate_talk: Talk, device_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The issuer's thread is held up inside a copy, and the one that waits is interrupted."""
     may_go = threading.Event()
@@ -337,10 +329,10 @@ def test_an_interrupt_ends_the_wait_for_a_copy(
             patch.setattr(copies, "copy_rows", held_up)
             patch.setattr(waiting.Bell, "wait", interrupted)
             break_off(engine, sequence, KeyboardInterrupt)
-        assert_same_talk(talk(engine), truth)
+        assert_same_talk(talk(engine), separate_talk)
 
 
-def test_an_interrupted_refill_is_made_up_for(engine: Engine, truth: Talk) -> None:
+def test_an_interrupted_refill_is_made_up_for(engine: Engine, separate_talk: Talk) -> None:
     cache = store_of(engine).cache
     held = cache.pair_in.copy()
     with engine.sequence() as sequence:
@@ -351,14 +343,14 @@ def test_an_interrupted_refill_is_made_up_for(engine: Engine, truth: Talk) -> No
         assert (cache.pair_in != held).any()
         # What is in no slot is read where it lies.
         logits = np.concatenate([logits, sequence.step(STEPS[0])[None]])
-        assert np.array_equal(logits, truth.logits[: len(logits)])
-    assert_same_talk(talk(engine), truth)
+        assert np.array_equal(logits, separate_talk.logits[: len(logits)])
+    assert_same_talk(talk(engine), separate_talk)
     assert (cache.pair_in == held).all()
 
 
 @pytest.mark.parametrize("after", [0, 1, 7])
 def test_a_failing_copy_is_one_error_and_the_next_prompt_is_right(
-    engine: Engine, truth: Talk, after: int
+    engine: Engine, separate_talk: Talk, after: int
 ) -> None:
     copies = store_of(engine).copies
     cache = store_of(engine).cache
@@ -379,11 +371,11 @@ def test_a_failing_copy_is_one_error_and_the_next_prompt_is_right(
 
         patch.setattr(cache, "take_back", mended)
         break_off(engine, sequence, DeviceError, "the link is gone")
-    assert_same_talk(talk(engine), truth)
+    assert_same_talk(talk(engine), separate_talk)
 
 
 def test_a_link_that_stays_broken_is_one_error_and_is_noted(
-    engine: Engine, truth: Talk, caplog: pytest.LogCaptureFixture
+    engine: Engine, separate_talk: Talk, caplog: pytest.LogCaptureFixture
 ) -> None:
     copies, cache = store_of(engine).copies, store_of(engine).cache
     held = cache.pair_in.copy()
@@ -394,11 +386,13 @@ def test_a_link_that_stays_broken_is_one_error_and_is_noted(
         ):
             sequence.prefill(TURNS[0])
         assert "could not be filled again: the link is gone" in caplog.text
-    assert_same_talk(talk(engine), truth)
+    assert_same_talk(talk(engine), separate_talk)
     assert (cache.pair_in == held).all()
 
 
-def test_a_device_that_hangs_ends_the_prompt(separate: Path, truth: Talk, device_name: str) -> None:
+def test_a_device_that_hangs_ends_the_prompt(
+    separate: Path, separate_talk: Talk, device_name: str
+) -> None:
     """Nothing may wait for it then; what was lent is filled again by the next prompt."""
     may_run = threading.Event()
     way = Way(stream={"watchdog_s": 0.2})
@@ -410,7 +404,7 @@ def test_a_device_that_hangs_ends_the_prompt(separate: Path, truth: Talk, device
         assert not may_run.is_set()
         assert not issuers()
         may_run.set()
-        assert_same_talk(talk(engine), truth)
+        assert_same_talk(talk(engine), separate_talk)
         assert (store_of(engine).cache.pair_in == held).all()
 
 

@@ -22,7 +22,7 @@ from strata_cli.engine.model.tensors import load_model_file
 from strata_cli.errors import InputError, ShapeError, StateError
 from tests.engine.passes import interrupt
 from tests.engine.readings import TEXT, Truth, bits, open_engine
-from tests.engine.streams import Way, write_streamed_model
+from tests.engine.streams import Way
 
 OTHER = TEXT[::-1]
 
@@ -159,13 +159,12 @@ def test_a_row_of_another_sequence_would_be_seen(engine: Engine, truth: Truth) -
             two[0].check(truth, rows[1])
 
 
-def test_streamed_experts_come_to_all_rows_of_a_pass(tmp_path: Path, device_name: str) -> None:
+def test_streamed_experts_come_to_all_rows_of_a_pass(separate: Path, device_name: str) -> None:
     """Passes of both kinds, steps in between, while the cache lends slots and adapts."""
-    path = write_streamed_model(tmp_path / "m.gguf", fused=False)
     way = Way(ring=16, adapt=AdaptRules(every=1, swaps=4, decay=1.0))
     with (
-        open_engine(path, device=device_name) as resident,
-        way.open(path, device_name) as streamed,
+        open_engine(separate, device=device_name) as resident,
+        way.open(separate, device_name) as streamed,
         ExitStack() as stack,
     ):
         truth, three = Truth(resident), readers(streamed, stack, 3)

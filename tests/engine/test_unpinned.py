@@ -21,7 +21,6 @@ from strata_cli.engine.experts.blobs import BlobReader
 from strata_cli.engine.experts.streaming import SMALL_RING_SLOTS
 from strata_cli.engine.forward.caching import CacheShape, CacheWishes, plan_cache
 from strata_cli.errors import Cancelled, DeviceError, OutOfMemory
-from tests.engine.readings import open_engine
 from tests.engine.streams import (
     NUM_EXPERTS,
     NUM_LAYERS,
@@ -36,31 +35,21 @@ from tests.engine.streams import (
     store_of,
     streamer_of,
     talk,
-    write_streamed_model,
 )
 
 HALF = NUM_EXPERTS // 2
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_streamed_model(tmp_path_factory.mktemp("unpinned") / "m.gguf", fused=False)
-
-
-@pytest.fixture(scope="module")
-def truth(path: Path, device_name: str) -> Talk:
-    with open_engine(path, device=device_name) as engine:
-        return talk(engine)
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["thread", "inline"])
-def engine(request: pytest.FixtureRequest, path: Path, device_name: str) -> Iterator[Engine]:
-    with Way(pinned=HALF, stream={"has_thread": request.param}).open(path, device_name) as engine:
+def engine(request: pytest.FixtureRequest, separate: Path, device_name: str) -> Iterator[Engine]:
+    with Way(pinned=HALF, stream={"has_thread": request.param}).open(
+        separate, device_name
+    ) as engine:
         yield engine
 
 
 def test_a_step_copies_routed_experts_alone_that_are_not_pinned(
-    path: Path, device_name: str, monkeypatch: pytest.MonkeyPatch
+    separate: Path, device_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[tuple[int, int]] = []
     bring = BlobReader.read
@@ -69,7 +58,7 @@ def test_a_step_copies_routed_experts_alone_that_are_not_pinned(
         read.append((layer, expert))
         bring(reader, layer, expert, out)
 
-    with Way(cache=0, pinned=HALF).open(path, device_name) as engine:
+    with Way(cache=0, pinned=HALF).open(separate, device_name) as engine:
         with engine.sequence() as sequence:
             sequence.prefill(TURNS[0][:64])
             streamer_of(engine)._kept = None  # what the prompt's ring still holds
@@ -87,7 +76,7 @@ def test_a_step_copies_routed_experts_alone_that_are_not_pinned(
 
 
 def test_a_recorded_step_serves_where_all_that_is_not_pinned_is_cached(
-    path: Path, device_name: str, truth: Talk, monkeypatch: pytest.MonkeyPatch
+    separate: Path, device_name: str, separate_talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[int] = []
     step = Decoder.step
@@ -99,23 +88,23 @@ def test_a_recorded_step_serves_where_all_that_is_not_pinned_is_cached(
     monkeypatch.setattr(Decoder, "step", noted)
     for cache, expected in ((NUM_EXPERTS * NUM_LAYERS, 2 * len(STEPS)), (0, 0)):
         steps.clear()
-        with Way(cache=cache, least=0, pinned=0).open(path, device_name) as engine:
-            assert_same_talk(talk(engine), truth)
+        with Way(cache=cache, least=0, pinned=0).open(separate, device_name) as engine:
+            assert_same_talk(talk(engine), separate_talk)
         assert len(steps) == expected
 
 
 def test_experts_that_are_in_the_cache_alone_stay_there(
-    path: Path, device_name: str, truth: Talk
+    separate: Path, device_name: str, separate_talk: Talk
 ) -> None:
     """The pinned ones change places meanwhile, as steps use them."""
     restless = AdaptRules(every=1, swaps=50, decay=1.0)
     pairs = np.arange(NUM_LAYERS * NUM_EXPERTS).reshape(NUM_LAYERS, NUM_EXPERTS)
     unpinned, pinned = pairs[:, HALF:].reshape(-1), pairs[:, :HALF].T.reshape(-1)
     way = Way(cache=unpinned.size + 2 * NUM_LAYERS, least=0, pinned=HALF, adapt=restless)
-    with way.open(path, device_name) as engine:
+    with way.open(separate, device_name) as engine:
         scores = np.ones((NUM_LAYERS, NUM_EXPERTS), np.float32)
         streamer_of(engine).hold(np.concatenate([unpinned, pinned]), scores)
-        assert_same_talk(talk(engine), truth)
+        assert_same_talk(talk(engine), separate_talk)
         cache = store_of(engine).cache
         with engine.sequence() as sequence:
             _generate(sequence, STEPS * 9)
@@ -128,7 +117,7 @@ def test_experts_that_are_in_the_cache_alone_stay_there(
 
 @pytest.mark.parametrize("after", [0, 5, 30])
 def test_a_file_that_cannot_be_read_ends_the_prompt(
-    engine: Engine, truth: Talk, after: int, caplog: pytest.LogCaptureFixture
+    engine: Engine, separate_talk: Talk, after: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     stager = store_of(engine)._stager
     assert stager is not None
@@ -136,10 +125,10 @@ def test_a_file_that_cannot_be_read_ends_the_prompt(
     refusal = pytest.raises(DeviceError, match="the disk is gone")
     with engine.sequence() as sequence, broken, refusal:
         sequence.prefill(TURNS[0])
-    assert_same_talk(talk(engine), truth)
+    assert_same_talk(talk(engine), separate_talk)
 
 
-def test_a_file_that_cannot_be_read_ends_the_step(engine: Engine, truth: Talk) -> None:
+def test_a_file_that_cannot_be_read_ends_the_step(engine: Engine, separate_talk: Talk) -> None:
     stager = store_of(engine)._stager
     assert stager is not None
     with engine.sequence() as sequence:
@@ -151,11 +140,11 @@ def test_a_file_that_cannot_be_read_ends_the_step(engine: Engine, truth: Talk) -
             _generate(sequence, STEPS * 9)
         assert not sequence.is_consistent
         sequence.restore(snapshot)
-        assert np.array_equal(sequence.step(STEPS[0]), truth.logits[len(TURNS[0])])
+        assert np.array_equal(sequence.step(STEPS[0]), separate_talk.logits[len(TURNS[0])])
 
 
 def test_a_stager_whose_threads_die_ends_the_prompt_and_the_next_one_is_right(
-    engine: Engine, truth: Talk
+    engine: Engine, separate_talk: Talk
 ) -> None:
     stager = store_of(engine)._stager
     assert stager is not None
@@ -166,12 +155,12 @@ def test_a_stager_whose_threads_die_ends_the_prompt_and_the_next_one_is_right(
             pytest.raises(DeviceError, match="SystemError: killed"),
         ):
             sequence.prefill(TURNS[0])
-        assert_same_talk(talk(engine), truth)
+        assert_same_talk(talk(engine), separate_talk)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Cancelled])
 def test_the_wait_for_the_file_ends(
-    engine: Engine, truth: Talk, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, separate_talk: Talk, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stager's threads are busy with the disk when the end is asked for."""
     stager = store_of(engine)._stager
@@ -199,19 +188,19 @@ def test_the_wait_for_the_file_ends(
         thread.start()
         break_off(engine, sequence, error, cancellation=cancellation)
     thread.join()
-    assert_same_talk(talk(engine), truth)
+    assert_same_talk(talk(engine), separate_talk)
 
 
 def test_what_does_not_fit_page_locked_memory_need_not_be_there(
-    path: Path, device_name: str, truth: Talk, monkeypatch: pytest.MonkeyPatch
+    separate: Path, device_name: str, separate_talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     little = host_memory()._replace(free_bytes=50_000)
     monkeypatch.setattr(arena_module, "host_memory", lambda: little)
     with pytest.raises(OutOfMemory, match="do not fit page-locked host memory") as caught:
-        Way().open(path, device_name)
+        Way().open(separate, device_name)
     assert "--arena-pin-gib or --mmap-experts" in caught.value.hint
-    with Way(pinned=1).open(path, device_name) as engine:
-        assert_same_talk(talk(engine), truth)
+    with Way(pinned=1).open(separate, device_name) as engine:
+        assert_same_talk(talk(engine), separate_talk)
 
 
 @pytest.mark.parametrize("pinned_bytes", [None, 0, 999, 1000])
@@ -242,8 +231,8 @@ def _generate(sequence: Sequence, tokens: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("more", [{"tail_skip": 1}, {"link_share": 0.5}, {}])
 def test_misses_are_shared_out_only_where_all_experts_are_pinned(
-    path: Path, device_name: str, more: dict[str, Any]
+    separate: Path, device_name: str, more: dict[str, Any]
 ) -> None:
-    with Way(pinned=HALF, **more).open(path, device_name) as engine:
+    with Way(pinned=HALF, **more).open(separate, device_name) as engine:
         assert engine._residency is not None
         assert not engine._residency.deviates

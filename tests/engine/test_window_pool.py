@@ -27,7 +27,7 @@ from strata_cli.engine.experts.window_pool import (
 from strata_cli.engine.kernels.fixed_types import can_multiply
 from strata_cli.errors import DeviceError, StateError
 from tests.engine.readings import bits, open_engine, text
-from tests.engine.streams import NUM_EXPERTS, NUM_LAYERS, Way, failing, write_streamed_model
+from tests.engine.streams import NUM_EXPERTS, NUM_LAYERS, Way, failing
 
 Floats = NDArray[np.float32]
 TOP_K = 3
@@ -38,14 +38,9 @@ RESTLESS = AdaptRules(every=1, swaps=50, decay=1.0)
 
 
 @pytest.fixture(scope="module", params=["separate", "fused"])
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pool")
-    return write_streamed_model(folder / "m.gguf", fused=request.param == "fused")
-
-
-@pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_streamed_model(tmp_path_factory.mktemp("pool") / "m.gguf", fused=False)
+def path(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
 
 
 def answer(sequence: Sequence, tokens: list[int] = ANSWER) -> Floats:

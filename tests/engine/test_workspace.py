@@ -23,19 +23,14 @@ from tests.engine.readings import (
     open_engine,
     read_in_parts,
 )
-from tests.engine.streams import TURNS, Talk, Way, assert_same_talk, talk, write_streamed_model
+from tests.engine.streams import TURNS, Talk, Way, assert_same_talk, talk
 
 POISON = 0xFF  # as float32, NaN
 
 
 @pytest.fixture(scope="module")
-def streamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_streamed_model(tmp_path_factory.mktemp("parts") / "m.gguf", fused=True)
-
-
-@pytest.fixture(scope="module")
-def talked(streamed: Path, device_name: str) -> Talk:
-    with open_engine(streamed, device=device_name) as engine:
+def talked(fused: Path, device_name: str) -> Talk:
+    with open_engine(fused, device=device_name) as engine:
         return talk(engine)
 
 
@@ -88,7 +83,7 @@ def test_no_part_finds_what_it_needs_in_shared_memory(
 
 @pytest.mark.parametrize("way", ["streamed", "shared with the host", "whole"])
 def test_streamed_experts_do_not_rely_on_it_either(
-    streamed: Path, talked: Talk, device_name: str, way: str, monkeypatch: pytest.MonkeyPatch
+    fused: Path, talked: Talk, device_name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways = {
         "streamed": Way(),
@@ -97,7 +92,7 @@ def test_streamed_experts_do_not_rely_on_it_either(
     }
     if way == "shared with the host" and device_name != "host":
         pytest.skip("its bits differ from a GPU's")
-    opened = ways[way].open(streamed, device_name)
+    opened = ways[way].open(fused, device_name)
     with opened as engine, poisoned(engine, monkeypatch):
         assert_same_talk(talk(engine), talked)
 
