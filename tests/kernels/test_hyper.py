@@ -226,6 +226,7 @@ def test_wrong_shapes_are_refused_by_name(lab: Lab) -> None:
     ("qtype", "rank", "num_tokens", "num_streams", "size"),
     [
         (QuantType.Q8_0, 320, 1, 4, 2560),
+        (QuantType.Q8_0, 32, 1, 4, 256),
         (QuantType.Q8_0, 32, 9, 4, 320),
         (QuantType.Q6_K, 20, 3, 2, 128),
         (QuantType.BF16, 8, 32, 4, 33),

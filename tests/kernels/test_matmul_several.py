@@ -168,7 +168,8 @@ def test_a_product_that_is_convolved_has_the_bits_of_both_launches(
     own, expected = (
         [Product(weight, lab.empty((1, weight.rows))) for weight in weights] for _ in range(2)
     )
-    assert can_convolve(lab.stream, own, 1)
+    assert can_convolve(lab.stream, own, 1, taps)
+    assert not can_convolve(lab.stream, own, 1, lab.empty((channels, 1)))
     matmul_several_conv(lab.stream, x, own, history, taps)
     matmul_several(lab.stream, x, expected)
     row = lab.empty((1, channels))

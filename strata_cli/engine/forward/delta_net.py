@@ -32,7 +32,7 @@ def gated_delta_net(
         Product(weights.beta, take("beta", num)),
     )
     convolved = (Product(weights.qkv, conv), *others)
-    if len(batch.segments) == 1 and can_convolve(stream, convolved, num):
+    if len(batch.segments) == 1 and can_convolve(stream, convolved, num, weights.conv):
         state = batch.segments[0].gdn(index)
         matmul_several_conv(stream, read.values, convolved, state.conv, weights.conv)
         _go_on(model, weights, state, slice(0, num))

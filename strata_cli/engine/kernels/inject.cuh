@@ -5,7 +5,7 @@
 #include "overlap.cuh"
 #include "thin.cuh"
 
-constexpr int INJECT_WARPS = 4;  // of a block, a slice each
+constexpr int INJECT_WARPS = 4;  // of a block, a slice each; fewer where it has fewer
 constexpr int INJECT_STEPS = 2;  // whose loads are on their way together: registers are few
 
 // A slice of eight tokens' products, by each of the block's first warps; blocks are numbered.
@@ -16,9 +16,10 @@ __device__ inline void make_inject(const ThinRows &all, const float *x, float *p
                                    int block) {
     let_next_start();
     const int slices = (all.cols + all.slice - 1) / all.slice, lane = threadIdx.x & 31;
-    const int job = block * INJECT_WARPS + static_cast<int>(threadIdx.x) / 32;
+    const int warps = min(INJECT_WARPS, static_cast<int>(blockDim.x) / 32);
+    const int job = block * warps + static_cast<int>(threadIdx.x) / 32;
     const int own = job % slices, first_token = job / slices * 8;
-    const bool is_mine = threadIdx.x < 32 * INJECT_WARPS && first_token < tokens;
+    const bool is_mine = static_cast<int>(threadIdx.x) < 32 * warps && first_token < tokens;
     const int lines = all.slice / 32;  // of a row: 128 bytes each
     for (int i = lane; i < all.rows * lines && is_mine; i += 32)
         if (own * all.slice + i % lines * 32 < all.cols)  // last read a token ago

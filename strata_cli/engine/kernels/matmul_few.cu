@@ -19,8 +19,7 @@
 #include "route.cuh"
 
 constexpr int MOST_REGISTERS = 64;  // two blocks of 16 warps then find room on a multiprocessor
-constexpr int CONV_REGISTERS = 80;
-constexpr int MIX_REGISTERS = 96;  // a block of 21 warps then finds room
+constexpr int MORE_REGISTERS = 80;  // one block of 21 warps: six of them share a quarter of these
 
 // The pairs of a block, and where the matrices of their expert begin.
 struct Found {
@@ -390,7 +389,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
 // gated_few_mix: the mix of the streams by gates that gated_few makes of silu(x / streams)
 //   normed [T,rows] f32, rows of one stream after the other -> out [T,rows / STREAMS]
 template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void __maxnreg__(MIX_REGISTERS)
+__global__ void __maxnreg__(MORE_REGISTERS)
     gated_few_mix(const float *x, const unsigned char *data, const float *normed, float *out,
                   long long, long long tokens, long long rows, long long cols, long long columns,
                   long long teams, long long team_warps, long long slots, long long slot_chunks,
@@ -446,7 +445,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
 // matmul_several: the first MATRICES of six matrices, of up to three kinds; grid as matmul_few
 //   taps [rows0,CONV_TAPS] f32, history [CONV_TAPS - 1,rows0] f32: see Convolved
 template <int MATRICES, int ROWS, class... Kinds>
-__global__ void __maxnreg__(CONV_TAPS ? CONV_REGISTERS : MOST_REGISTERS)
+__global__ void __maxnreg__(CONV_TAPS ? MORE_REGISTERS : MOST_REGISTERS)
     matmul_several(const float *x, const unsigned char *data0, float *out0,
                    const unsigned char *data1, float *out1, const unsigned char *data2, float *out2,
                    const unsigned char *data3, float *out3, const unsigned char *data4, float *out4,

@@ -88,9 +88,10 @@ def matmul_several_conv(
     _launch_several(stream, x, tuple(products), matrices, history, taps)
 
 
-def can_convolve(stream: Stream, products: Sequence[Product], tokens: int) -> bool:
+def can_convolve(stream: Stream, products: Sequence[Product], tokens: int, taps: Tensor) -> bool:
     """Whether ``matmul_several_conv`` takes the products: of one token, in one launch, on a GPU."""
-    return tokens == 1 and len(products) > 1 and can_launch_together(stream, products, tokens)
+    has_past = taps.shape[1] > 1 and len(products) > 1
+    return tokens == 1 and has_past and can_launch_together(stream, products, tokens)
 
 
 def can_launch_together(stream: Stream, products: Sequence[Product], tokens: int) -> bool:

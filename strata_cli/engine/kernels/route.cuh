@@ -42,6 +42,7 @@ __device__ inline void choose_in_turn(const float *logits, int num_experts, int 
         id = -max_of_warp(best == order ? -best_id : LEAST);
         if ((threadIdx.x & 31) == 0) own_ids[rank] = id;
     }
+    __syncwarp();
 }
 
 // How many lanes' values come before the calling lane's: larger ones, and equal ones of lower
@@ -91,6 +92,7 @@ __device__ inline bool choose_at_once(const float *logits, int num_experts, int 
     __syncwarp();
     const int rank = rank_in_warp(lane < count ? candidates[lane] : LEAST);  // in order of ids
     if (lane < count && rank < top_k) own_ids[rank] = candidates[MOST_CANDIDATES + lane];
+    __syncwarp();  // a barrier of the block that follows counts whole warps
     return true;
 }
 
@@ -181,6 +183,7 @@ __device__ inline void route_in_order(const float *logits, int *ids, float *weig
     if (0 <= added && added < tokens) {
         const Softmax own = softmax_of<LOCAL>(row_at(added), num_experts);
         if ((threadIdx.x & 31) == 0) softmax[added] = own;
+        __syncwarp();
     }
     __syncthreads();
     if (warp < tokens)

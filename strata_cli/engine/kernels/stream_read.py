@@ -13,14 +13,14 @@ from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS
 from strata_cli.engine.kernels.few import FEW_COLUMNS, can_mix, few_plan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
-from strata_cli.engine.kernels.products import Matrix, Plan, dense_matrix, slice_cols
+from strata_cli.engine.kernels.products import WARP, Matrix, Plan, dense_matrix, slice_cols
 from strata_cli.engine.kernels.prompt_plan import has_thin_plan
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType
 
 INJECT_TOKENS = 8  # of a warp
-INJECT_WARPS = 4  # of a block, a slice each
+INJECT_WARPS = 4  # of a block, a slice each; fewer where it has fewer
 
 
 def inject_parts(cols: int) -> int:
@@ -110,7 +110,8 @@ def _inject_plan(matrix: Matrix, lane: int, tokens: int, num_parts: int, limit: 
     """The product's, with more blocks for the inject's slices."""
     plan = few_plan((matrix,), tokens, blocks(tokens, FEW_COLUMNS), limit)
     passes, num_blocks, _ = plan.grid
-    slices = blocks(num_parts * blocks(tokens, INJECT_TOKENS), INJECT_WARPS)
+    warps = min(INJECT_WARPS, plan.block[0] // WARP)
+    slices = blocks(num_parts * blocks(tokens, INJECT_TOKENS), warps)
     function = plan.unit.function.replace("matmul_few<", "matmul_few_inject<")
     function = f"{function[:-1]}, {lane}>"
     return replace(
