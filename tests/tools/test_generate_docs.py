@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import click
@@ -63,3 +65,14 @@ def test_every_file_has_its_line() -> None:
     for path in files:
         assert first_sentence(path), path
         assert first_sentence(path) in page
+
+
+def test_rooms_come_in_the_order_of_the_linters_contract() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    modules = re.findall(r"[\w.]+", " ".join(layers))
+    in_contract = [
+        name for name in (module.replace(".", "/") for module in modules) if name in ROOMS
+    ]
+    assert [room for room in ROOMS if room in in_contract] == in_contract
+    assert {*ROOMS} - {*in_contract} == {"strata_cli", "strata_cli/engine", "strata_cli/models"}
