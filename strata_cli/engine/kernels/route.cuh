@@ -1,5 +1,6 @@
 // Routing: the experts of a token, by a warp; and those of few tokens in order, by a block.
 #pragma once
+#include "bulk.cuh"
 #include "lanes.cuh"
 #include "special.cuh"
 
@@ -185,7 +186,7 @@ __device__ inline void route_in_order(const float *logits, int *ids, float *weig
         if ((threadIdx.x & 31) == 0) softmax[added] = own;
         __syncwarp();
     }
-    __syncthreads();
+    block_barrier();
     if (warp < tokens)
         weigh_experts(row_at(warp), softmax[warp], chosen + warp * top_k, scratch + warp * top_k,
                       ids + warp * top_k, weights + warp * top_k, top_k);
