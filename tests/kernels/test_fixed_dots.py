@@ -51,15 +51,16 @@ def test_dots_are_as_exact_as_float32_sums(qtype: QuantType) -> None:
     for rows, pieces in ((1, 1), (4, 3), (7, 10), (64, 5)):
         cols = pieces * FIXED[qtype].weights
         x, packed = normal(rows, 1, cols)[0], packed_rows(qtype, rows, cols, pieces)
-        weights = dequantize(qtype, packed, cols).astype(np.float64)
-        sizes = np.abs(weights) @ np.abs(x.astype(np.float64))
-        errors = np.abs(dots(qtype, packed, x) - weights @ x.astype(np.float64))
+        weights = dequantize(qtype, packed, cols)
+        exact = weights.astype(np.float64) @ x.astype(np.float64)
+        sizes = np.abs(weights.astype(np.float64)) @ np.abs(x.astype(np.float64))
+        errors = np.abs(dots(qtype, packed, x) - exact)
         assert (errors <= 2.0**-22 * sizes).all()
         in_order = np.zeros(rows, np.float32)
         for column in range(cols):
-            in_order += dequantize(qtype, packed, cols)[:, column] * x[column]
+            in_order += weights[:, column] * x[column]
         if rows == 64:
-            assert errors.mean() < np.abs(in_order - weights @ x.astype(np.float64)).mean()
+            assert errors.mean() < np.abs(in_order - exact).mean()
 
 
 @needs_vnni
