@@ -22,7 +22,7 @@ from tests.kernels.packed import packed_rows
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 DIGITS = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)
-DOTS = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)
+DOTS = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7)
 GUARD = np.float32(12345.0)
 TYPES = list(FIXED)
 
@@ -40,7 +40,8 @@ def dots(qtype: QuantType, packed: Bytes, x: Floats) -> Floats:
     assert (room[start + nbytes :] == 77).all()
     skewed, out = np.pad(packed.ravel(), (3, 0))[3:], np.full(len(packed) + 1, GUARD)
     rows = skewed.ctypes.data, packed.shape[1], len(packed)
-    DOTS(product.dots)(*rows, room.ctypes.data + start, pieces, out.ctypes.data)
+    following = 0 if len(packed) % 2 else packed.ctypes.data  # changes nothing but when bytes come
+    DOTS(product.dots)(*rows, room.ctypes.data + start, pieces, out.ctypes.data, following)
     assert out[-1] == GUARD
     return out[:-1]
 

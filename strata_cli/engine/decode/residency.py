@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.decode.sharing import Sharing
 from strata_cli.engine.device.base import Device, Tensor
-from strata_cli.engine.experts.adapting import AdaptRules, plan_swaps
+from strata_cli.engine.experts.adapting import AdaptRules, Returns, plan_swaps
 from strata_cli.engine.experts.cache import NOT_RESIDENT
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.experts.store import ExpertStore
@@ -64,6 +64,7 @@ class Residency:
         self._forward = forward
         self._store = store
         self._rules = rules
+        self._returns = Returns()
         self._trace = trace
         self._learn = learn
         spec = forward.spec
@@ -141,8 +142,10 @@ class Residency:
         most = self._rules.most_swaps(self._store.link_gbps)
         # Nobody could read one in place that is not pinned: it stays.
         slot_of = np.where(self._store.is_pinned, cache.slot_of, NOT_RESIDENT)
-        swaps = plan_swaps(self._use, slot_of, may_come, most)
+        bar = self._returns.bar(self._use)
+        swaps = plan_swaps(self._use, slot_of, may_come, most, bar)
         self._use *= np.float32(self._rules.decay)
+        self._returns.watch(swaps.pairs, cache.pair_in[swaps.slots], self._use)
         cache.swap(swaps)
         if swaps.pairs.size:
             self.counts += ResidencyCounts(swaps=swaps.pairs.size)

@@ -1,7 +1,10 @@
 """Which experts change places between slots and host memory, by what the last steps routed to.
 
-Pure decisions. Source of the rules: Strata's adaptive tier. A window is one pass of the decode
-path; each distinct expert of a layer that it routes to counts once.
+Pure decisions. A window is one pass of the decode path; each distinct expert of a layer that it
+routes to counts once. Source of the rules: Strata's adaptive tier, which brings what was used
+twice. Where that turns out to be used again, once is enough: most of what a conversation comes back
+to then misses once or twice instead of until the second round. Where it does not, as in routing
+without memory, bringing what was used once would only load the link.
 """
 
 from __future__ import annotations
@@ -12,11 +15,26 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST_COUNT = 2.0  # decayed windows of a pair that is worth a slot
-LEAST_GAIN = 1.5  # that its count must be ahead of the one that makes room
 USUAL_SWAPS = 96
 USUAL_GBPS = 25.0  # of a link that copies so many beside a few windows
 LEAST_SWAPS = 8
+WORTHWHILE = 0.125  # of what a round brings, used until the next one, less what it drove out
+KEPT = 0.5  # of what earlier rounds showed
+
+
+class Bar(NamedTuple):
+    """What a pair must have to be brought.
+
+    Attributes:
+        windows: that used it, decayed.
+        gain: that it must be ahead of the one that makes room.
+    """
+
+    windows: float
+    gain: float
+
+
+HIGH_BAR, LOW_BAR = Bar(2.0, 1.5), Bar(1.0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +84,26 @@ def plan_swaps(
     slot_of: NDArray[np.int32],
     may_come: NDArray[np.bool_],
     most: int,
+    bar: Bar = HIGH_BAR,
 ) -> Swaps:
     """One round's swaps: in each layer the most used outside against the least used inside.
 
     The most used pair outside takes the slot of the least used one inside, the next the next one's,
-    as long as each has LEAST_COUNT and gains LEAST_GAIN. Equal counts go by id.
+    as long as each passes the bar. Equal counts go by id.
 
     Args:
         counts: decayed windows of each pair, [L, E].
         slot_of: slot of each, negative outside, [L, E].
         may_come: pairs outside that may be brought, [L, E].
         most: swaps of all layers together; those that gain most.
+        bar: for each of them.
 
     Returns:
         The swaps, those that gain most first; equal gains by layer, then by the candidate's place.
     """
     num_experts = counts.shape[1]
     is_inside = slot_of >= 0
-    is_candidate = may_come & ~is_inside & (counts >= LEAST_COUNT)
+    is_candidate = may_come & ~is_inside & (counts >= bar.windows)
     is_candidate &= np.any(is_inside, axis=1, keepdims=True)
     if most <= 0 or not is_candidate.any():
         return Swaps(np.empty(0, np.int64), np.empty(0, np.int64))
@@ -98,10 +118,54 @@ def plan_swaps(
     outgoing = outgoing[bounds[layer] + place]
     flat = counts.reshape(-1)
     gains = flat[incoming] - flat[outgoing]
-    at = np.flatnonzero(gains >= LEAST_GAIN)
+    at = np.flatnonzero(gains >= bar.gain)
     chosen = at[np.argsort(-gains[at], kind="stable")][:most]
     slots = slot_of.reshape(-1)[outgoing[chosen]]
     return Swaps(incoming[chosen], slots.astype(np.int64))
+
+
+class Returns:
+    """What rounds of swaps turn out to be worth, and the bar for the next one that follows."""
+
+    def __init__(self) -> None:
+        self._came = self._left = _Watched(np.empty(0, np.int64), np.empty(0, np.float32))
+        self._tried = self._won = 0.0
+
+    def bar(self, counts: NDArray[np.float32]) -> Bar:
+        """At a round, before its counts decay: the bar for it, by what the ones before brought.
+
+        Args:
+            counts: decayed windows of each pair, [L, E].
+        """
+        won = self._came.num_used(counts) - self._left.num_used(counts)
+        self._won = KEPT * self._won + won
+        self._tried = KEPT * self._tried + self._came.pairs.size
+        is_worthwhile = self._tried > 0 and self._won >= WORTHWHILE * self._tried
+        return LOW_BAR if is_worthwhile else HIGH_BAR
+
+    def watch(
+        self, came: NDArray[np.int64], left: NDArray[np.int64], counts: NDArray[np.float32]
+    ) -> None:
+        """Behind a round, once its counts have decayed.
+
+        Args:
+            came: pairs that it brings, [n].
+            left: pairs that make room for them, [n].
+            counts: as of bar().
+        """
+        flat = counts.reshape(-1)
+        self._came, self._left = (_Watched(pairs, flat[pairs]) for pairs in (came, left))
+
+
+class _Watched(NamedTuple):
+    """Pairs, and their counts behind a round."""
+
+    pairs: NDArray[np.int64]
+    counts: NDArray[np.float32]
+
+    def num_used(self, counts: NDArray[np.float32]) -> int:
+        """How many of them have been used since."""
+        return int(np.count_nonzero(counts.reshape(-1)[self.pairs] > self.counts))
 
 
 def _by_count(

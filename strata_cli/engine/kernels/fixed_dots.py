@@ -42,8 +42,9 @@ Value = Any  # an LLVM value
 
 # (x, pieces of a row, digits out)
 DIGITS_SIGNATURE = types.void(*[types.intp] * 3)
-# (first row, bytes from one to the next, number of rows, digits, pieces of a row, out)
-FIXED_SIGNATURE = types.void(*[types.intp] * 6)
+# (first row, bytes from one to the next, number of rows, digits, pieces of a row, out, where rows
+# are that are wanted next, or 0)
+FIXED_SIGNATURE = types.void(*[types.intp] * 7)
 
 
 class Group(NamedTuple):
@@ -98,7 +99,14 @@ def fixed_dots(piece: Piece) -> Callable[..., Any]:
     """Intrinsic of FIXED_SIGNATURE: out[r] = sum over k of row r's weight k times x[k]."""
 
     def dots(
-        _typing: Any, _row: Any, _stride: Any, _rows: Any, _digits: Any, _pieces: Any, _out: Any
+        _typing: Any,
+        _row: Any,
+        _stride: Any,
+        _rows: Any,
+        _digits: Any,
+        _pieces: Any,
+        _out: Any,
+        _following: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             features = context.codegen().magic_tuple()[2]
@@ -223,7 +231,7 @@ def _add_products(builder: Any, sums: Value, unsigned: Value, signed: Value) -> 
 
 
 def _emit_dots(builder: Any, args: Sequence[Value], piece: Piece, features: str) -> None:
-    first, stride, rows, digits, pieces, out = args
+    first, stride, rows, digits, pieces, out, following = args
     unit = Lanes(builder, builder.load(builder.inttoptr(digits, _FLOAT.as_pointer())))
     planes = builder.add(digits, ir.Constant(_I64, UNIT_BYTES))
 
@@ -235,7 +243,7 @@ def _emit_dots(builder: Any, args: Sequence[Value], piece: Piece, features: str)
             offset += _DIGITS * _BYTES * (len(group.planes) + 1)
         return sums.value
 
-    loop = RowLoop(first, stride, rows, pieces, out)
+    loop = RowLoop(first, stride, rows, pieces, out, following)
     emit_rows(builder, loop, piece.nbytes, add_piece, lambda total: total * unit)
 
 

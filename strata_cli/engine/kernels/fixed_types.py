@@ -133,8 +133,10 @@ def _digits(x: int, pieces: int, out: int) -> None:
     _emit(x, pieces, out)
 
 
-def _dots(row: int, stride: int, rows: int, digits: int, pieces: int, out: int) -> None:
-    _emit(row, stride, rows, digits, pieces, out)
+def _dots(
+    row: int, stride: int, rows: int, digits: int, pieces: int, out: int, following: int
+) -> None:
+    _emit(row, stride, rows, digits, pieces, out, following)
 
 
 def fixed_product(qtype: int, cols: int) -> FixedProduct:

@@ -87,6 +87,7 @@ def product(
     pairs: Ints,
     blob: Longs,
     out: int,
+    following: int,
     number: int,
     rooms: Bytes,
     made: Longs,
@@ -102,6 +103,7 @@ def product(
         pairs: first of the expert's pairs and end, [2].
         blob: its address, [1].
         out: address of float32 [P, N].
+        following: address of rows that the thread wants next; 0: not known.
         number: of what is in x: digits that were made for another number are made again.
         rooms: of the thread's Digits.
         made: of the same.
@@ -128,12 +130,20 @@ def product(
         return
     first = begin * ROW_TILE
     count = min(end * ROW_TILE, matrix[ROWS]) - first
-    source = blob[0] + matrix[OFFSET] + first * matrix[ROW_BYTES]
+    source = tile_address(begin, matrix, blob[0])
     pieces = matrix[COLS] // matrix[PIECE_WEIGHTS]
     for pair in range(pairs[0], pairs[1]):
         digits = _digits(matrix, x, rows[pair], number, rooms, made)
         to = out + (pair * matrix[ROWS] + first) * _FLOAT_BYTES
-        call_fixed_dots(matrix[FIXED_DOTS], source, matrix[ROW_BYTES], count, digits, pieces, to)
+        shape = source, matrix[ROW_BYTES], count
+        call_fixed_dots(matrix[FIXED_DOTS], *shape, digits, pieces, to, following)
+
+
+@inline_jit
+def tile_address(tile: int, matrix: Longs, blob: int) -> int:
+    """Where a tile of rows of an expert's matrix begins."""
+    address: int = blob + matrix[OFFSET] + tile * ROW_TILE * matrix[ROW_BYTES]
+    return address
 
 
 @inline_jit

@@ -21,7 +21,7 @@ from strata_cli.engine.kernels.atomics import (
     rest_briefly,
     store_release,
 )
-from strata_cli.engine.kernels.host_products import ROWS, Digits, new_digits, product
+from strata_cli.engine.kernels.host_products import ROWS, Digits, new_digits, product, tile_address
 from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
 from strata_cli.engine.kernels.mailbox import LINE, SPINS, Mailbox, await_number
 from strata_cli.engine.kernels.matmul import ROW_TILE, read_only
@@ -236,24 +236,30 @@ def _activate(
 ) -> int:
     """This thread's share of silu(gate) * up, in place of gate; gives the number of pieces.
 
-    A piece is a tile of one expert's gate and up.
+    A piece is a tile of one expert's gate and up. The next one is taken before this is done, so
+    that its bytes can be on their way.
     """
     tiles, width = _tiles(matrix[GATE]), matrix[GATE, ROWS]
     total, own = tiles * blobs.size, 0
+    digits = number, rooms, made
     piece = fetch_add(counter, 1)
     while piece < total:
-        expert, tile = piece // tiles, piece % tiles
+        later = fetch_add(counter, 1)
+        expert, tile, then = piece // tiles, piece % tiles, 0
+        if later < total:
+            then = tile_address(later % tiles, matrix[GATE], blobs[later // tiles])
         pairs, blob = start[expert : expert + 2], blobs[expert : expert + 1]
-        own_digits = number, rooms, made
-        product(tile, tile + 1, matrix[GATE], x, rows, pairs, blob, address_of(gate), *own_digits)
-        product(tile, tile + 1, matrix[UP], x, rows, pairs, blob, address_of(up), *own_digits)
+        beside = tile_address(tile, matrix[UP], blob[0])
+        gates, ups, operands = address_of(gate), address_of(up), (x, rows, pairs, blob)
+        product(tile, tile + 1, matrix[GATE], *operands, gates, beside, *digits)
+        product(tile, tile + 1, matrix[UP], *operands, ups, then, *digits)
         first = tile * ROW_TILE
         count = min(ROW_TILE, width - first)
         for pair in range(pairs[0], pairs[1]):
             at = pair * width + first
             swiglu_row(gate, at, gate, at, up, at, count)
         own += 1
-        piece = fetch_add(counter, 1)
+        piece = later
     fetch_add(counter + LINE_BYTES, own)
     return total
 
@@ -280,12 +286,15 @@ def _down(
     total = pieces * blobs.size
     piece = fetch_add(counter, 1)
     while piece < total:
-        expert, begin = piece // pieces, piece % pieces * DOWN_TILES
+        later = fetch_add(counter, 1)
+        expert, begin, then = piece // pieces, piece % pieces * DOWN_TILES, 0
+        if later < total:
+            then = tile_address(later % pieces * DOWN_TILES, matrix, blobs[later // pieces])
         pairs, blob = start[expert : expert + 2], blobs[expert : expert + 1]
-        end = min(begin + DOWN_TILES, tiles)
-        product(begin, end, matrix, gate, numbers, pairs, blob, out, number, rooms, made)
+        end, operands = min(begin + DOWN_TILES, tiles), (gate, numbers, pairs, blob)
+        product(begin, end, matrix, *operands, out, then, number, rooms, made)
         own += 1
-        piece = fetch_add(counter, 1)
+        piece = later
     return own > 0 and fetch_add(counter + LINE_BYTES, own) + own == total
 
 

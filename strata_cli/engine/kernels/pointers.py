@@ -90,6 +90,7 @@ def call_fixed_dots(
     _digits: Any,
     _pieces: Any,
     _out: Any,
+    _following: Any,
 ) -> Any:
     """Call a type's dots in fixed point; takes their address, and what fixed_dots.py says."""
 
@@ -97,7 +98,7 @@ def call_fixed_dots(
         _emit_call(builder, args[0], args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 7), generate
+    return types.void(*[types.intp] * 8), generate
 
 
 @intrinsic

@@ -90,6 +90,7 @@ class RowLoop(NamedTuple):
         rows: how many.
         blocks: of each.
         out: address of an output for each row.
+        following: address of rows that are wanted next, or 0.
     """
 
     first: Value
@@ -97,6 +98,7 @@ class RowLoop(NamedTuple):
     rows: Value
     blocks: Value
     out: Value
+    following: Value = ir.Constant(_I64, 0)
 
 
 def emit_rows(
@@ -114,20 +116,19 @@ def emit_rows(
     cells = cgutils.alloca_once(builder, _SUMS, size=_TOGETHER)
     together = ir.Constant(_I64, _TOGETHER)
     zero = ir.Constant(_I64, 0)
-    step = builder.mul(loop.stride, together)
-    steps = builder.add(builder.sdiv(ir.Constant(_I64, _AHEAD_BYTES), step), ir.Constant(_I64, 1))
-    ahead = builder.mul(step, steps)
+    ahead = _Ahead(builder, loop)
     with cgutils.for_range_slice(builder, zero, loop.rows, together, inc=True) as (row, _):
         left = builder.sub(loop.rows, row)
         count = builder.select(builder.icmp_signed("<", left, together), left, together)
         source = builder.add(loop.first, builder.mul(row, loop.stride))
+        distance = ahead.from_row(row)
         _clear(builder, cells)
         with cgutils.for_range(builder, loop.blocks) as block:
             at = builder.add(source, _times(builder, block.index, nbytes))
             with cgutils.for_range(builder, count) as each:
                 cell = builder.gep(cells, [each.index])
                 own = builder.add(at, builder.mul(each.index, loop.stride))
-                _prefetch(builder, builder.add(own, ahead), nbytes)
+                _prefetch(builder, builder.add(own, distance), nbytes)
                 pointer = builder.inttoptr(own, _I8.as_pointer())
                 builder.store(add_block(pointer, block.index, builder.load(cell)), cell)
         to = builder.add(loop.out, _times(builder, row, 4))
@@ -136,6 +137,33 @@ def emit_rows(
             lanes = builder.load(builder.gep(cells, [each.index]))
             total = Lanes(builder, fold_lanes(builder, [lanes])).lane(0)
             builder.store(finish(total).value, builder.gep(to, [each.index]))
+
+
+class _Ahead:
+    """How far ahead of a row the bytes are that are asked for while it is multiplied.
+
+    They are rows behind it, or behind the last one those that are wanted next, or what is there
+    anyway.
+    """
+
+    def __init__(self, builder: Any, loop: RowLoop) -> None:
+        self._builder = builder
+        step = _times(builder, loop.stride, _TOGETHER)
+        steps = builder.sdiv(ir.Constant(_I64, _AHEAD_BYTES), step)
+        self._rows = _times(builder, builder.add(steps, ir.Constant(_I64, 1)), _TOGETHER)
+        self._end = loop.rows
+        self._distance = builder.mul(self._rows, loop.stride)
+        end = builder.add(loop.first, builder.mul(loop.rows, loop.stride))
+        beyond = builder.add(self._distance, builder.sub(loop.following, end))
+        none = ir.Constant(_I64, 0)
+        is_known = builder.icmp_signed("!=", loop.following, none)
+        self._beyond = builder.select(is_known, beyond, none)
+
+    def from_row(self, row: Value) -> Value:
+        """In bytes."""
+        builder = self._builder
+        is_inside = builder.icmp_signed("<", builder.add(row, self._rows), self._end)
+        return builder.select(is_inside, self._distance, self._beyond)
 
 
 def _times(builder: Any, index: Value, factor: int) -> Value:
