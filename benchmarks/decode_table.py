@@ -41,7 +41,7 @@ import numpy as np
 from benchmarks.cuda_model import bytes_per_token, copy_rates, machine
 from strata_cli.engine.device import open_device
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
-from strata_cli.engine.experts.adapting import STATIC, AdaptRules
+from strata_cli.engine.experts.adapting import STATIC, AdaptRules, Returns
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from tools.synth.prompts import zipf_prompt
 
@@ -185,6 +185,7 @@ def adapting(engine: Engine, rules: AdaptRules) -> Iterator[None]:
     first, before = cache.pair_in.copy(), residency._rules
     residency._rules = rules
     residency._use[:] = 0
+    residency._returns = Returns()
     try:
         yield
     finally:

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from strata_cli.engine.experts.adapting import (
-    LEAST_COUNT,
-    LEAST_GAIN,
+    HIGH_BAR,
+    LOW_BAR,
     STATIC,
     AdaptRules,
+    Returns,
     plan_swaps,
 )
 
@@ -71,8 +72,8 @@ def test_plans_obey_the_rules(data: st.DataObject) -> None:
     counts = rng.integers(0, 12, shape).astype(np.float32) / np.float32(2)
     slot_of = _some_slots(rng, shape)
     may_come = rng.random(shape) < 0.8
-    most = data.draw(st.integers(0, 12))
-    pairs, slots = plan_swaps(counts, slot_of, may_come, most)
+    most, bar = data.draw(st.integers(0, 12)), data.draw(st.sampled_from([HIGH_BAR, LOW_BAR]))
+    pairs, slots = plan_swaps(counts, slot_of, may_come, most, bar)
     assert len(set(pairs.tolist())) == len(set(slots.tolist())) == len(pairs) <= most
     gains = []
     for pair, slot in zip(pairs.tolist(), slots.tolist(), strict=True):
@@ -81,10 +82,55 @@ def test_plans_obey_the_rules(data: st.DataObject) -> None:
         assert victim_layer == layer
         assert slot_of[layer, expert] < 0
         assert may_come[layer, expert]
-        assert counts[layer, expert] >= LEAST_COUNT
+        assert counts[layer, expert] >= bar.windows
         gains.append(counts[layer, expert] - counts[layer, victim])
-    assert all(gain >= LEAST_GAIN for gain in gains)
+    assert all(gain >= bar.gain for gain in gains)
     assert gains == sorted(gains, reverse=True)
+
+
+def some(*values: float) -> NDArray[np.float32]:
+    return np.array([values], np.float32)
+
+
+def test_the_bar_is_high_until_something_was_worthwhile() -> None:
+    returns = Returns()
+    assert returns.bar(some(5, 5)) == HIGH_BAR
+    returns.watch(np.array([0]), np.array([1]), some(2, 0))
+    assert returns.bar(some(3, 0)) == LOW_BAR
+
+
+@pytest.mark.parametrize(
+    ("counts", "bar"),
+    [
+        (some(2, 2, 0, 0), HIGH_BAR),  # none of the two that came was used
+        (some(3, 2, 0, 0), LOW_BAR),  # one was
+        (some(3, 2, 0, 1), HIGH_BAR),  # but so was one that had to leave
+        (some(3, 3, 0, 1), LOW_BAR),
+    ],
+)
+def test_what_came_must_be_used_more_than_what_left(
+    counts: NDArray[np.float32], bar: tuple[float, float]
+) -> None:
+    returns = Returns()
+    returns.watch(np.array([0, 1]), np.array([2, 3]), some(2, 2, 0, 0))
+    assert returns.bar(counts) == bar
+
+
+def test_what_rounds_were_worth_is_forgotten() -> None:
+    returns, nothing = Returns(), np.empty(0, np.int64)
+    returns.watch(np.array([0]), nothing, some(0, 0))
+    bars = [returns.bar(some(1, 0))]
+    for _ in range(4):
+        returns.watch(np.array([1]), nothing, some(0, 0))
+        bars.append(returns.bar(some(0, 0)))
+    assert bars == [LOW_BAR, LOW_BAR, LOW_BAR, HIGH_BAR, HIGH_BAR]
+
+
+def test_a_low_bar_brings_what_was_used_once() -> None:
+    slot_of, everything = np.array([[0, -1]], np.int32), np.ones((1, 2), np.bool_)
+    counts = some(0, 1)
+    assert plan_swaps(counts, slot_of, everything, 9, LOW_BAR).pairs.tolist() == [1]
+    assert not plan_swaps(counts, slot_of, everything, 9).pairs.size
 
 
 def _some_slots(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.int32]:
