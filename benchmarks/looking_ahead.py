@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/looking_ahead.py MODEL.gguf [--device cuda:0] [--slots N,...]
         [--vram-mib N] [--cases static,adaptive] [--ways off,BLOCKSxSTAGES,...] [--fetch N]
-        [--ahead N] [--steps N] [--json FILE]
+        [--ahead N] [--likely F] [--steps N] [--json FILE]
 
 A way is how many blocks bring experts ahead and how many spans each keeps under way; off: none do.
 Ways take turns on the same engine, each behind the same prompt and with the cache as at first. That
@@ -26,6 +26,7 @@ from benchmarks.decode_table import CASES, adapting, slot_counts
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
 from strata_cli.engine.experts.adapting import STATIC
+from strata_cli.engine.forward import fetching
 from strata_cli.engine.forward.fetching import Fetcher
 from strata_cli.engine.kernels import fetch
 from tools.synth.prompts import zipf_prompt
@@ -160,12 +161,14 @@ def main() -> None:
     parser.add_argument("--slots", default="auto", help="of the expert cache: auto or N,...")
     parser.add_argument("--fetch", type=int, help="slots for what a layer misses")
     parser.add_argument("--ahead", type=int, help="slots for what the next layer may miss")
+    parser.add_argument("--likely", type=float, default=fetching.LIKELY, help="of top k")
     parser.add_argument("--cases", default="static")
     parser.add_argument("--ways", default="off,12x8", help="off or BLOCKSxSTAGES,...")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    fetching.LIKELY = arguments.likely
     rows: list[Row] = []
     print(HEADER, flush=True)
     for slots in slot_counts(arguments.slots):

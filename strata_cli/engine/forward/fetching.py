@@ -38,7 +38,7 @@ from strata_cli.errors import DeviceError
 
 FETCH_TOKENS = 4  # of a pass, whose experts all find a slot
 AHEAD_SLOTS = 8  # that a link fills while a layer and a half are computed, and some
-LIKELY = 2  # as many experts as tokens choose; nine of ten of those chosen are among them
+LIKELY = 1.5  # as many experts as tokens choose; less likely ones load the link and are not wanted
 TURNS = 2  # a layer's slots are read while the next one's are filled
 
 
@@ -294,7 +294,8 @@ class Fetcher:
     def _fetch_and_look_ahead(self, layer: int, expert_start: Tensor, num_tokens: int) -> None:
         foresight, stream = self._foresight, self._stream
         assert foresight is not None
-        num_likely, is_last = LIKELY * num_tokens * self._top_k, layer + 1 == len(self._layouts)
+        num_likely = int(LIKELY * num_tokens * self._top_k)
+        is_last = layer + 1 == len(self._layouts)
         if layer == 0:
             stream.fill(foresight.states, 0)
             stream.fork(foresight.stream)
