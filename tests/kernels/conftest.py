@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
-from strata_cli.engine.device import open_device
+from strata_cli.engine.device import host_memory, open_device
 from tests.devices import EVERY_DEVICE, device_or_skip
 from tests.kernels.lab import Lab
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_is_looked_at_once() -> Iterator[None]:
+    """Not for each of thousands of small tensors, which would take a fifth of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_memory, "host_memory", cache(host_memory.host_memory))
+        yield
 
 
 @pytest.fixture(scope="module", params=EVERY_DEVICE)
