@@ -82,12 +82,14 @@ class Lanes:
             for lane, snapshot in zip(self._sequences, self._heads, strict=True):
                 lane.restore(snapshot)
             return
-        self._head = prefixes[0][:shared] if shared >= LEAST_HEAD_TOKENS else []
+        head = prefixes[0][:shared] if shared >= LEAST_HEAD_TOKENS else []
+        self._head = []  # until all lanes have read the new one: an interrupt may come
         for lane in self._sequences:
             lane.reset()
-        if self._head:
-            self._read([self._head] * len(self._sequences))
+        if head:
+            self._read([head] * len(self._sequences))
         self._heads = [lane.snapshot() for lane in self._sequences]
+        self._head = head
 
     def _read(self, parts: Sequence[list[int]]) -> None:
         """Read on in the first lanes, in as few passes as there can be."""

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strata_cli.engine.cancelling import Cancellation
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.prefill.branches import plan_batches
-from strata_cli.errors import InputError
+from strata_cli.errors import InputError, StateError
 from tests.engine.readings import CONTEXT, TEXT, Truth, bits, open_engine
 from tests.engine.strategies import VOCAB
 from tests.engine.streams import WAYS, streamer_of
@@ -162,6 +163,39 @@ def test_a_branch_from_a_wrong_position_shows(engine: Engine, truth: Truth) -> N
         sequence._state.ids.pop()
         row = sequence.score([TEXT[40:50]])[0]
         assert not np.array_equal(bits(row), bits(truth(TEXT[:50]).logits))
+
+
+class InterruptingCheck(Cancellation):
+    """Ctrl-C as a read looks whether it is to end, behind so many looks."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self._looks = looks
+
+    def check(self) -> None:
+        if not self._looks:
+            raise KeyboardInterrupt
+        self._looks -= 1
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_nothing_goes_on_behind_a_part_of_a_long_suffix(
+    model: Path, device_name: str, truth: Truth, passes: int
+) -> None:
+    """A suffix of several passes moves its sequence until the last one is over."""
+    prefix, suffix = TEXT[:20], TEXT[20:70]
+    opened = open_engine(model, device=device_name, prefill=16)
+    with opened as engine, engine.sequence() as sequence:
+        sequence.prefill(prefix)
+        snapshot = sequence.snapshot()
+        with pytest.raises(KeyboardInterrupt):
+            sequence.score([suffix], cancellation=InterruptingCheck(1 + passes))
+        with pytest.raises(StateError, match="interrupted"):
+            sequence.score([TEXT[:3]])
+        sequence.restore(snapshot)
+        (row,) = sequence.score([suffix])
+        assert np.array_equal(bits(row), bits(truth(prefix + suffix).logits))
+        assert sequence.position == len(prefix)
 
 
 def test_snapshots_behind_the_position_are_used_up(engine: Engine) -> None:

@@ -108,10 +108,12 @@ def read_branches(
                     streamer=streamer,
                     cancellation=cancellation,
                 )
-            except Cancelled:
                 state.restore(snapshot)
+            except BaseException as error:
+                state.is_consistent = False  # nothing goes on behind a part of a suffix
+                if isinstance(error, Cancelled):
+                    state.restore(snapshot)
                 raise
-            state.restore(snapshot)
             rows.append(row)
             continue
         ids = [token for branch in together for token in branch.ids]
