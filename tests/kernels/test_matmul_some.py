@@ -20,7 +20,7 @@ from strata_cli.engine.kernels.matmul_some import (
     matmul_swiglu_some,
     some_plan,
 )
-from strata_cli.engine.kernels.moe import swiglu
+from strata_cli.engine.kernels.moe import route, swiglu
 from strata_cli.engine.kernels.products import Matrix, alignment
 from strata_cli.engine.kernels.prompt_plan import Gpu
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
@@ -163,7 +163,7 @@ def test_some_rows_have_the_bits_of_few(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "tokens"), [(512, 100), (40, 33), (130, 300)])
+@pytest.mark.parametrize(("rows", "tokens"), [(512, 100), (40, 33), (130, 300), (600, 34)])
 def test_two_float32_matrices_slice_by_slice_have_the_bits_of_few(
     gpu_lab: Lab, rows: int, tokens: int
 ) -> None:
@@ -182,6 +182,17 @@ def test_two_float32_matrices_slice_by_slice_have_the_bits_of_few(
             own = slice(begin, min(begin + 25, tokens))
             matmul(lab.stream, x.rows(own.start, own.stop), weight, few.rows(own.start, own.stop))
         np.testing.assert_array_equal(lab.get(out), lab.get(few))
+    top_k = 10
+    routed, expected = (
+        (lab.empty((tokens, top_k), np.int32), lab.empty((tokens, top_k))) for _ in range(2)
+    )
+    outs = lab.get(first.out), lab.get(second.out)
+    matmul_float_pair(lab.stream, x, first, second, scratch, routed)
+    route(lab.stream, first.out, *expected)
+    for own_out, alone in zip((first.out, second.out), outs, strict=True):
+        np.testing.assert_array_equal(lab.get(own_out), alone)
+    for own_choice, other in zip(routed, expected, strict=True):
+        np.testing.assert_array_equal(lab.get(own_choice), lab.get(other))
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from strata_cli.engine.device.base import Stream, Tensor
@@ -72,17 +74,17 @@ def mix_experts(
     )
     is_some = read.rounded is not None and _is_some(stream, weights, num)
     foreseen = () if ahead is None else _foreseen(model, ahead, index, num)
-    left = _before_routing(model, read, products[:2] if is_some else products, foreseen)
+    own = products[:2] if is_some else products
+    begun = _before_routing(model, read, own, foreseen, (ids, places))
     shared_out, shared_down = take("shared_out", num), weights.shared_down
     routing = moe.RouteOperands(router, ids, places, start, row_of, pair_of)
     is_plain = split is None and rank_of is None
     if is_beside := is_plain and can_route_beside(stream, shared_down, routing):
         matmul_swiglu_route(stream, gate, up, shared_down, shared_out, routing)
     elif split is None:
-        ranked = None if rank_of is None else moe.Ranked(rank_of, take("expert_ranks", num))
-        moe.route_in_order(stream, router, ids, places, start, row_of, pair_of, ranked)
+        _route_in_order(model, routing, rank_of, is_routed=begun.is_routed)
     else:
-        moe.route(stream, router, ids, places)
+        _route(stream, routing, is_routed=begun.is_routed)
         coming = None if ahead is None else ahead.coming(index)
         start = _share_out(model, experts, split, (ids, row_of, pair_of), coming)
         if split.mailbox is not None:
@@ -93,8 +95,8 @@ def mix_experts(
     if fetcher is not None:
         tokens = None if ahead is None else num
         experts = fetcher.fetch(index, start, tokens)
-    if left:
-        matmul_several(stream, read.values, left, read.rounded)
+    if begun.left:
+        matmul_several(stream, read.values, begun.left, read.rounded)
     if is_some:
         assert read.rounded is not None
         _shared_of_some(stream, weights, read.rounded, gate, shared_out)
@@ -148,12 +150,20 @@ def _foreseen(
     return (Product(model.weights.layers[index + 1].moe.router, logits),)
 
 
+class _Begun(NamedTuple):
+    """Products that are left to enqueue, and whether the tokens are routed already."""
+
+    left: tuple[Product, ...]
+    is_routed: bool = False
+
+
 def _before_routing(
     model: ModelOnStream,
     read: LayerInput,
     products: tuple[Product, ...],
     foreseen: tuple[Product, ...],
-) -> tuple[Product, ...]:
+    routing: tuple[Tensor, Tensor],
+) -> _Begun:
     """Enqueue the router's product, and those that take little more time beside it.
 
     Args:
@@ -161,20 +171,39 @@ def _before_routing(
         read: what the experts read.
         products: the router's, the shared expert's logit, and perhaps others.
         foreseen: more of them, of few tokens.
-
-    Returns:
-        Those that are left.
+        routing: ids and weights, for what routes at once.
     """
     stream, num, x = model.stream, read.values.shape[0], read.values
     first, second, scratch = *products[:2], model.workspace.take_all("expert_gate")
     if can_split_pair(stream, x, first.weight, second.weight, scratch):
-        matmul_float_pair(stream, x, first, second, scratch)
-        return products[2:]
+        matmul_float_pair(stream, x, first, second, scratch, routing)
+        return _Begun(products[2:], is_routed=True)
     if num <= FEW_TOKENS or can_launch_together(stream, products, num):
         matmul_several(stream, x, (*products, *foreseen), read.rounded)
-        return ()
+        return _Begun(())
     matmul(stream, x, first.weight, first.out)
-    return products[1:]
+    return _Begun(products[1:])
+
+
+def _route_in_order(
+    model: ModelOnStream, routing: moe.RouteOperands, rank_of: Tensor | None, *, is_routed: bool
+) -> None:
+    """Enqueue what is left of the routing, and the order of the pairs."""
+    ranked = None
+    if rank_of is not None:
+        ranks = model.workspace.take("expert_ranks", routing.ids.shape[0])
+        ranked = moe.Ranked(rank_of, ranks)
+    if not is_routed:
+        moe.route_in_order(model.stream, *routing, ranked)
+        return
+    order = routing.ids, routing.expert_start, routing.row_of, routing.pair_of
+    moe.order_pairs(model.stream, *order, ranked)
+
+
+def _route(stream: Stream, routing: moe.RouteOperands, *, is_routed: bool) -> None:
+    """Enqueue the routing alone, if it is left."""
+    if not is_routed:
+        moe.route(stream, routing.logits, routing.ids, routing.weights)
 
 
 def _is_some(stream: Stream, weights: MoeWeights, num_tokens: int) -> bool:

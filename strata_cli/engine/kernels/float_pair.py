@@ -9,10 +9,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS, SLICED_FLOAT_TOKENS
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Product
+from strata_cli.engine.kernels.moe import CANDIDATE_WORDS, ROUTE_IN_REGISTERS
 from strata_cli.engine.kernels.products import (
     JOIN_THREADS,
     WARP,
@@ -34,6 +37,7 @@ from strata_cli.engine.model.quants import QuantType
 
 SPLIT_SOURCE = "matmul_split.cu"
 JOIN = Unit(SPLIT_SOURCE, "join_pair", ())
+ROUTE_THREADS = 128  # of a block that adds up a token's logits, and routes it
 
 
 class _Plan(NamedTuple):
@@ -85,7 +89,12 @@ def can_split_pair(
 
 
 def matmul_float_pair(
-    stream: Stream, x: Tensor, first: Product, second: Product, scratch: Tensor
+    stream: Stream,
+    x: Tensor,
+    first: Product,
+    second: Product,
+    scratch: Tensor,
+    routing: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Enqueue ``matmul`` of x with two float32 weights, where ``can_split_pair``.
 
@@ -95,6 +104,8 @@ def matmul_float_pair(
         first: one weight, and its output.
         second: the other.
         scratch: float32 [any], overwritten.
+        routing: the first is a router: ids int32 [T, k] and weights float32 [T, k], overwritten as
+            ``route`` does it.
 
     Raises:
         ShapeError: extents or types do not fit.
@@ -106,7 +117,32 @@ def matmul_float_pair(
     plan = _plan(_matrix(first.weight), _matrix(second.weight), tokens)
     operands = (x, first.weight.data, second.weight.data, scratch)
     stream.launch(plan.multiply, plan.slices, *operands)
-    stream.launch(plan.add, plan.join, scratch, first.out, second.out)
+    if routing is None:
+        stream.launch(plan.add, plan.join, scratch, first.out, second.out)
+        return
+    ids, weights = routing
+    num_experts, top_k = first.weight.rows, ids.shape[1]
+    expect("matmul_float_pair ids", ids, (tokens, top_k), np.int32)
+    expect("matmul_float_pair weights", weights, (tokens, top_k))
+    kernel, launch = _route(plan.num_slices, tokens, num_experts, second.weight.rows, top_k)
+    stream.launch(kernel, launch, scratch, first.out, second.out, ids, weights)
+
+
+@lru_cache(maxsize=1024)
+def _route(
+    num_slices: int, tokens: int, num_experts: int, rows: int, top_k: int
+) -> tuple[Kernel, Launch]:
+    """What adds up the slices of a router, and routes."""
+    local = ROUTE_IN_REGISTERS // WARP if num_experts <= ROUTE_IN_REGISTERS else 0
+    launch = Launch(
+        items=1,
+        grid=(tokens, 1, 1),
+        block=(ROUTE_THREADS, 1, 1),
+        shared_bytes=4 * (num_experts + 2 * top_k + CANDIDATE_WORDS),
+        extents=(num_slices, num_experts, rows, top_k),
+        early=True,
+    )
+    return gpu_kernel(Unit("join_route.cu", f"join_route<{local}>", ())), launch
 
 
 def _matrix(weight: Weight) -> Matrix:

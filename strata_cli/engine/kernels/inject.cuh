@@ -11,7 +11,7 @@ constexpr int INJECT_STEPS = 2;  // whose loads are on their way together: regis
 // A slice of eight tokens' products, by each of the block's first warps; blocks are numbered.
 //   x [T,K] -> parts [slices,T,rows] f32, times 64; added up in order and divided, they are what
 //   matmul_few.cu makes of them
-template <int LANE>
+template <int LANE, int STEPS = INJECT_STEPS>
 __device__ inline void make_inject(const ThinRows &all, const float *x, float *parts, int tokens,
                                    int block) {
     let_next_start();
@@ -31,8 +31,8 @@ __device__ inline void make_inject(const ThinRows &all, const float *x, float *p
     float sums[1][4] = {};
     const int stop = all.first_step(own + 1);
 #pragma unroll 1
-    for (int step = all.first_step(own); step < stop; step += INJECT_STEPS) {
-        Eight w[INJECT_STEPS];
+    for (int step = all.first_step(own); step < stop; step += STEPS) {
+        Eight w[STEPS];
         all.load_weights<LANE>(w, step, stop);
         all.multiply_steps<LANE>(sums, w, row, step, stop);
     }

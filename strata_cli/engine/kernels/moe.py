@@ -175,14 +175,9 @@ def route_in_order(
         ShapeError: an argument has another shape or type.
     """
     num_tokens, top_k = ids.shape
-    if ranked is not None:
+    if ranked is not None or num_tokens > ROUTE_TOGETHER:
         route(stream, logits, ids, weights)
-        relabel(stream, ids, ranked.rank_of, ranked.ranks)
-        order_by_expert(stream, ranked.ranks, expert_start, row_of, pair_of)
-        return
-    if num_tokens > ROUTE_TOGETHER:
-        route(stream, logits, ids, weights)
-        order_by_expert(stream, ids, expert_start, row_of, pair_of)
+        order_pairs(stream, ids, expert_start, row_of, pair_of, ranked)
         return
     operands = RouteOperands(logits, ids, weights, expert_start, row_of, pair_of)
     num_experts = operands.check()
@@ -196,6 +191,21 @@ def route_in_order(
     )
     kernel = ROUTE_FEW if num_experts <= ROUTE_IN_REGISTERS else ROUTE_FEW_MANY
     stream.launch(kernel, launch, *operands)
+
+
+def order_pairs(
+    stream: Stream,
+    ids: Tensor,
+    expert_start: Tensor,
+    row_of: Tensor,
+    pair_of: Tensor,
+    ranked: Ranked | None = None,
+) -> None:
+    """Enqueue order_by_expert, of ranks where experts are ranked. Arguments as route_in_order's."""
+    if ranked is not None:
+        relabel(stream, ids, ranked.rank_of, ranked.ranks)
+        ids = ranked.ranks
+    order_by_expert(stream, ids, expert_start, row_of, pair_of)
 
 
 def order_by_expert(

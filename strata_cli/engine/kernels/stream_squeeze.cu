@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(32 * INJECT_WARPS)
     if (block >= 0) {
         const ThinRows all = {weights, static_cast<int>(rows), static_cast<int>(cols),
                               static_cast<int>(slice)};
-        make_inject<LANE>(all, normed, parts, static_cast<int>(tokens), block);
+        make_inject<LANE, STEPS_AT_ONCE>(all, normed, parts, static_cast<int>(tokens), block);
         return;
     }
     start_early();
