@@ -367,6 +367,8 @@ class Engine:
         """
         if self._is_closed:
             raise StateError("the engine is closed", hint="open the model again")
+        if self._residency is not None:
+            self._residency.abandon()  # a window that was interrupted twice: nobody waits for it
 
     def close(self) -> None:
         """Gives all memory back. Safe to call twice; its sequences can only be closed then."""

@@ -25,6 +25,7 @@ from strata_cli.engine.experts.window_pool import (
     balanced_share,
 )
 from strata_cli.engine.kernels.fixed_types import can_multiply
+from strata_cli.engine.kernels.mailbox import STOP
 from strata_cli.errors import DeviceError, StateError
 from tests.engine.readings import bits, open_engine, text
 from tests.engine.streams import NUM_EXPERTS, NUM_LAYERS, Way, failing
@@ -316,13 +317,30 @@ class TestFailures:
             sequence.prefill(PROMPT)
             with (
                 failing(residency, ("end",), 0, KeyboardInterrupt()),
-                failing(residency, ("abandon",), 0, KeyboardInterrupt()),
+                failing(residency, ("abandon",), 1, KeyboardInterrupt()),
                 pytest.raises(KeyboardInterrupt),
             ):
                 sequence.step(1)
             assert sequence.position == len(PROMPT)
             with pytest.raises(StateError, match="interrupted"):
                 sequence.step(1)
+        self.expect_right(engine, own_truth)
+
+    def test_nobody_waits_for_a_window_that_was_interrupted_twice(
+        self, engine: Engine, own_truth: Floats
+    ) -> None:
+        """The threads were not told of it, and the device not that they will not come."""
+        residency = engine._residency
+        with engine.sequence() as sequence:
+            sequence.prefill(PROMPT)
+            with (
+                failing(residency, ("launched",), 0, KeyboardInterrupt()),
+                failing(residency, ("abandon",), 1, KeyboardInterrupt()),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                sequence.step(1)
+            sequence.reset()
+            assert pool_of(engine).mailbox.state.numpy()[STOP]
         self.expect_right(engine, own_truth)
 
     def test_an_interrupted_replay_is_made_up_for(self, engine: Engine, own_truth: Floats) -> None:
