@@ -27,14 +27,23 @@ from strata_cli.engine.kernels.hyper import (
     stream_write_norm,
 )
 from strata_cli.engine.kernels.matmul import matmul, round_rows
-from strata_cli.engine.kernels.matmul_gated import matmul_silu
+from strata_cli.engine.kernels.matmul_gated import matmul_normed, matmul_silu
 from strata_cli.engine.kernels.moe import CombineOperands, combine
 from strata_cli.engine.kernels.stream_read import (
     can_inject_beside,
     can_mix_beside,
+    can_norm_beside,
     inject_parts,
     matmul_inject,
     matmul_silu_mix,
+    read_few,
+)
+from strata_cli.engine.kernels.stream_write import (
+    HeadNorm,
+    StreamWrite,
+    can_write_beside,
+    combine_write,
+    matmul_write,
 )
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType
@@ -291,6 +300,99 @@ def test_a_mix_of_gates_as_they_are_made_has_the_bits_of_the_launches(
 def test_columns_that_tiles_would_cut_are_mixed_by_themselves(gpu_lab: Lab) -> None:
     up = Weight(gpu_lab.put(packed_rows(QuantType.Q8_0, 132, 32, 1)), QuantType.Q8_0, 132, 32)
     assert not can_mix_beside(gpu_lab.stream, gpu_lab.empty((1, 32)), 4, up)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("qtype", "rank", "num_streams", "size", "has_inject"),
+    [
+        (QuantType.Q8_0, 320, 4, 2560, True),
+        (QuantType.Q8_0, 320, 4, 2560, False),
+        (QuantType.Q6_K, 256, 2, 256, True),
+        (QuantType.Q8_0, 32, 4, 256, True),
+        (QuantType.BF16, 320, 2, 3072, True),
+        (QuantType.F32, 8, 6, 96, True),
+    ],
+)
+def test_a_read_that_norms_the_streams_has_the_bits_of_the_launches(
+    gpu_lab: Lab, qtype: QuantType, rank: int, num_streams: int, size: int, has_inject: bool
+) -> None:
+    lab, width = gpu_lab, num_streams * size
+    down = Weight(lab.put(packed_rows(qtype, rank, width, 1)), qtype, rank, width)
+    packed = lab.put(packed_rows(QuantType.F32, num_streams, width, 2))
+    inject = Weight(packed, QuantType.F32, num_streams, width) if has_inject else None
+    x, norm = lab.put(normal(3, 1, num_streams, size)), lab.put(normal(4, width))
+    shape = (inject_parts(width), 1, num_streams)
+    (normed, low, parts), alone = (
+        [lab.empty(each) for each in ((1, width), (1, rank), shape)] for _ in range(2)
+    )
+    assert can_norm_beside(lab.stream, x, norm, down)
+    read_few(lab.stream, x, norm, EPS, normed, down, low, inject, parts if has_inject else None)
+    stream_norm(lab.stream, x, norm, EPS, alone[0])
+    if inject is None:
+        matmul(lab.stream, alone[0], down, alone[1])
+    else:
+        matmul_inject(lab.stream, alone[0], down, alone[1], inject, alone[2])
+        np.testing.assert_array_equal(lab.get(parts), lab.get(alone[2]))
+    np.testing.assert_array_equal(lab.get(normed), lab.get(alone[0]))
+    np.testing.assert_array_equal(lab.get(low), lab.get(alone[1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("qtype", "cols", "dim", "num_streams", "size", "parts"),
+    [
+        (QuantType.Q8_0, 6144, 128, 4, 2560, 40),
+        (QuantType.Q5_K, 512, 0, 4, 2560, 40),
+        (QuantType.Q6_K, 256, 32, 2, 36, 0),
+        (QuantType.F32, 96, 0, 3, 20, 7),
+    ],
+)
+def test_a_product_that_is_written_to_the_streams_has_the_bits_of_the_launches(
+    gpu_lab: Lab, qtype: QuantType, cols: int, dim: int, num_streams: int, size: int, parts: int
+) -> None:
+    lab = gpu_lab
+    weight = Weight(lab.put(packed_rows(qtype, size, cols, 1)), qtype, size, cols)
+    own, z = lab.put(normal(2, 1, cols)), lab.put(normal(3, 1, cols))
+    inject = lab.put(normal(5, *((parts,) if parts else ()), 1, num_streams))
+    x, expected = (lab.put(normal(6, 1, num_streams, size)) for _ in range(2))
+    out, write = lab.empty((1, size)), StreamWrite(x, inject)
+    assert can_write_beside(lab.stream, write)
+    if dim:
+        heads = HeadNorm(z, lab.put(normal(4, dim)), EPS)
+        matmul_write(lab.stream, own, weight, write, heads)
+        matmul_normed(lab.stream, own, *heads, weight, out)
+    else:
+        matmul_write(lab.stream, own, weight, write)
+        matmul(lab.stream, own, weight, out)
+    stream_write(lab.stream, expected, out, inject)
+    np.testing.assert_array_equal(lab.get(x), lab.get(expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("top_k", "num_streams", "size", "parts"), [(10, 4, 2560, 40), (3, 2, 36, 0), (11, 8, 260, 24)]
+)
+def test_a_sum_of_experts_that_is_written_has_the_bits_of_the_launches(
+    gpu_lab: Lab, top_k: int, num_streams: int, size: int, parts: int
+) -> None:
+    lab = gpu_lab
+    order = np.random.default_rng(0).permutation(top_k).astype(np.int32)
+    operands = CombineOperands(
+        lab.put(normal(1, top_k, size)),
+        lab.put(order.reshape(1, top_k)),
+        lab.put(normal(2, 1, top_k)),
+        lab.put(normal(3, 1, size)),
+        lab.put(normal(4, 1, 1)),
+    )
+    inject = lab.put(normal(5, *((parts,) if parts else ()), 1, num_streams))
+    x, expected = (lab.put(normal(6, 1, num_streams, size)) for _ in range(2))
+    out, write = lab.empty((1, size)), StreamWrite(x, inject)
+    assert can_write_beside(lab.stream, write)
+    combine_write(lab.stream, operands, write)
+    combine(lab.stream, *operands, out)
+    stream_write(lab.stream, expected, out, inject)
+    np.testing.assert_array_equal(lab.get(x), lab.get(expected))
 
 
 @pytest.mark.gpu

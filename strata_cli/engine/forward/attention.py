@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.forward.batch import Batch, rows_of
-from strata_cli.engine.forward.hyper_connections import LayerInput
+from strata_cli.engine.forward.hyper_connections import LastProduct, LayerInput
 from strata_cli.engine.forward.on_stream import ModelOnStream
 from strata_cli.engine.forward.state import AttentionState
 from strata_cli.engine.forward.weights import AttentionWeights, IndexerWeights
@@ -18,7 +18,6 @@ from strata_cli.engine.kernels.attention_inputs import (
     can_take_inputs,
 )
 from strata_cli.engine.kernels.attention_plan import AttendPlan
-from strata_cli.engine.kernels.matmul import matmul
 from strata_cli.engine.kernels.matmul_several import Product, matmul_several
 from strata_cli.engine.kernels.segments import (
     attend_segments,
@@ -32,8 +31,12 @@ from strata_cli.engine.kernels.segments import (
 
 def attention(
     model: ModelOnStream, index: int, weights: AttentionWeights, batch: Batch, read: LayerInput
-) -> Tensor:
-    """Enqueue a layer's attention and what it stores; its output [T, D], in the workspace."""
+) -> LastProduct:
+    """Enqueue a layer's attention and what it stores.
+
+    Returns:
+        the product that makes its output, not enqueued yet.
+    """
     take, num, stream, eps = (
         model.workspace.take,
         batch.num_tokens,
@@ -65,7 +68,7 @@ def attention(
         if ratio:
             queries, norm = take("index_q", num), weights.indexer.q_norm
             rope.head_norm_rope(stream, raw, norm, table, positions, eps, queries)
-    attended, out = take("attended", num), take("out", num)
+    attended = take("attended", num)
     # A step that is recorded is replayed at later positions; these are in what that launches.
     is_one_by_one = is_together or batch.is_recorded
     is_done = not is_one_by_one and _attend_together(model, index, weights.indexer, batch)
@@ -98,9 +101,7 @@ def attention(
             model.workspace.take_all("attend_sums"),
             rows_of(attended, part),
         )
-    rounded = model.rounded(attended)
-    matmul(stream, attended, weights.out, out, rounded, model.workspace.take_all("q"))
-    return out
+    return LastProduct(attended, weights.out, model.workspace.take_all("q"))
 
 
 def _attend_together(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.forward.batch import Batch, rows_of
-from strata_cli.engine.forward.hyper_connections import LayerInput
+from strata_cli.engine.forward.hyper_connections import LastProduct, LayerInput
 from strata_cli.engine.forward.on_stream import ModelOnStream
 from strata_cli.engine.forward.state import GdnState
 from strata_cli.engine.forward.weights import GdnWeights
 from strata_cli.engine.kernels import gdn as gdn_kernels
-from strata_cli.engine.kernels.matmul import matmul
-from strata_cli.engine.kernels.matmul_gated import can_norm, matmul_normed
 from strata_cli.engine.kernels.matmul_several import (
     Product,
     can_convolve,
@@ -18,12 +15,17 @@ from strata_cli.engine.kernels.matmul_several import (
     matmul_several_conv,
 )
 from strata_cli.engine.kernels.segments import conv_segments, delta_rule_segments
+from strata_cli.engine.kernels.stream_write import HeadNorm
 
 
 def gated_delta_net(
     model: ModelOnStream, index: int, weights: GdnWeights, batch: Batch, read: LayerInput
-) -> Tensor:
-    """Enqueue a layer's recurrence, its states advanced; its output [T, D], in the workspace."""
+) -> LastProduct:
+    """Enqueue a layer's recurrence, its states advanced.
+
+    Returns:
+        the product that makes its output, not enqueued yet.
+    """
     take, num, stream = model.workspace.take, batch.num_tokens, model.stream
     qkv, conv, z = take("qkv", num), take("conv", num), take("z", num)
     others = (
@@ -40,15 +42,9 @@ def gated_delta_net(
         products = (Product(weights.qkv, qkv), *others)
         matmul_several(stream, read.values, products, read.rounded)
         _recur(model, index, weights, batch)
-    delta, out, eps = take("delta", num), take("out", num), model.spec.rms_eps
-    if can_norm(stream, delta, weights.norm.shape[0]):
-        matmul_normed(stream, delta, z, weights.norm, eps, weights.out, out)
-        return out
-    gated = take("gated", num)
-    rounded = model.room_for_rounded(gated)
-    gdn_kernels.gated_norm(stream, delta, z, weights.norm, eps, gated, rounded)
-    matmul(stream, gated, weights.out, out, rounded, model.workspace.take_all("qkv"))
-    return out
+    heads = HeadNorm(z, weights.norm, model.spec.rms_eps)
+    scratch = model.workspace.take_all("qkv")
+    return LastProduct(take("delta", num), weights.out, scratch, heads)
 
 
 def _recur(model: ModelOnStream, index: int, weights: GdnWeights, batch: Batch) -> None:

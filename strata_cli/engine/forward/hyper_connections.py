@@ -15,18 +15,34 @@ from strata_cli.engine.kernels.combine_write import (
     combine_write_norm,
     write_norm_few,
 )
+from strata_cli.engine.kernels.gdn import gated_norm
 from strata_cli.engine.kernels.matmul import matmul
-from strata_cli.engine.kernels.matmul_gated import can_gate, matmul_silu
+from strata_cli.engine.kernels.matmul_gated import (
+    can_gate,
+    can_norm,
+    matmul_normed,
+    matmul_silu,
+)
 from strata_cli.engine.kernels.matmul_several import Product, matmul_several
 from strata_cli.engine.kernels.matmul_some import can_mix_some, matmul_mix_some
 from strata_cli.engine.kernels.stream_read import (
     can_inject_beside,
     can_mix_beside,
+    can_norm_beside,
     inject_parts,
     matmul_inject,
     matmul_silu_mix,
+    read_few,
 )
 from strata_cli.engine.kernels.stream_squeeze import Inject, can_squeeze_some, squeeze_some
+from strata_cli.engine.kernels.stream_write import (
+    HeadNorm,
+    StreamWrite,
+    can_write_beside,
+    combine_write,
+    matmul_write,
+)
+from strata_cli.engine.kernels.weight import Weight
 
 
 class LayerInput(NamedTuple):
@@ -35,6 +51,29 @@ class LayerInput(NamedTuple):
     values: Tensor
     rounded: Tensor | None
     inject: Tensor
+
+
+class LastProduct(NamedTuple):
+    """A mixer's last product, whose output is written to the streams.
+
+    Attributes:
+        x: float32 [T, K]; of a delta net, its heads before their norm.
+        weight: D rows of K.
+        scratch: as of ``matmul``.
+        heads: how they are normed; None: x is multiplied as it is.
+    """
+
+    x: Tensor
+    weight: Weight
+    scratch: Tensor
+    heads: HeadNorm | None = None
+
+
+def norms_itself(model: ModelOnStream, weights: ReadWeights, x: Tensor) -> bool:
+    """Whether a read of streams x [T, S, D] norms them itself: nobody need have done it before."""
+    stream = model.stream
+    can_read = weights.inject is None or can_inject_beside(stream, x, weights.inject)
+    return can_read and can_norm_beside(stream, x, weights.norm, weights.down)
 
 
 def read_streams(
@@ -49,14 +88,17 @@ def read_streams(
         is_normed: the workspace holds their norm already.
     """
     take, num, stream = model.workspace.take, x.shape[0], model.stream
-    normed, y = take("normed", num), take("y", num)
-    if not is_normed:
-        rounded = model.room_for_rounded(normed)
-        hyper.stream_norm(stream, x, weights.norm, model.spec.rms_eps, normed, rounded)
-    some = _read_some(model, weights, normed, y)
-    if some is not None:
-        return some
-    low, inject = _squeeze(model, weights, normed)
+    normed, y, eps = take("normed", num), take("y", num), model.spec.rms_eps
+    if not is_normed and norms_itself(model, weights, x):
+        low, inject = take("low", num), _inject_parts(model, weights, num)
+        read_few(stream, x, weights.norm, eps, normed, weights.down, low, weights.inject, inject)
+    else:
+        if not is_normed:
+            hyper.stream_norm(stream, x, weights.norm, eps, normed, model.room_for_rounded(normed))
+        some = _read_some(model, weights, normed, y)
+        if some is not None:
+            return some
+        low, inject = _squeeze(model, weights, normed)
     if can_mix_beside(stream, low, model.spec.num_streams, weights.up):
         matmul_silu_mix(stream, low, model.spec.num_streams, weights.up, normed, y)
         return LayerInput(y, None, inject)
@@ -100,8 +142,7 @@ def _squeeze(model: ModelOnStream, weights: ReadWeights, normed: Tensor) -> tupl
     take, num, stream = model.workspace.take, normed.shape[0], model.stream
     low, inject = take("low", num), take("inject", num)
     if weights.inject is not None and can_inject_beside(stream, normed, weights.inject):
-        shape = (inject_parts(normed.shape[1]), num, weights.inject.rows)
-        parts = model.workspace.take_shaped("inject_parts", *shape)
+        parts = _inject_parts(model, weights, num)
         matmul_inject(stream, normed, weights.down, low, weights.inject, parts)
         return low, parts
     products = [Product(weights.down, low)]
@@ -112,10 +153,50 @@ def _squeeze(model: ModelOnStream, weights: ReadWeights, normed: Tensor) -> tupl
     return low, inject
 
 
+def _inject_parts(model: ModelOnStream, weights: ReadWeights, num_tokens: int) -> Tensor:
+    """Room for the parts of an inject, float32 [P, T, S]; for that of none, any."""
+    if weights.inject is None:
+        return model.workspace.take("inject", num_tokens)
+    shape = (inject_parts(weights.inject.cols), num_tokens, weights.inject.rows)
+    return model.workspace.take_shaped("inject_parts", *shape)
+
+
+def write_product(
+    model: ModelOnStream, x: Tensor, last: LastProduct, inject: Tensor, norm: Tensor | None
+) -> None:
+    """Enqueue a mixer's last product and its write to the streams, as ``write_streams`` does."""
+    stream, take, num = model.stream, model.workspace.take, x.shape[0]
+    own, heads, write = last.x, last.heads, StreamWrite(x, inject)
+    norms_heads = heads is not None and can_norm(stream, own, heads.weight.shape[0])
+    if norm is None and (heads is None or norms_heads) and can_write_beside(stream, write):
+        matmul_write(stream, own, last.weight, write, heads)
+        return
+    out = take("out", num)
+    if heads is not None and norms_heads:
+        matmul_normed(stream, own, *heads, last.weight, out)
+    else:
+        rounded = model.room_for_rounded(own)
+        if heads is not None:
+            own, raw = take("gated", num), own
+            gated_norm(stream, raw, *heads, own, rounded)
+        else:
+            model.rounded(own)
+        matmul(stream, own, last.weight, out, rounded, last.scratch)
+    write_streams(model, x, out, inject, norm)
+
+
 def write_streams(
     model: ModelOnStream, x: Tensor, out: Tensor, inject: Tensor, norm: Tensor | None
 ) -> None:
-    """Enqueue a layer's write to the streams, and the norm of the read that follows at once."""
+    """Enqueue a layer's write to the streams.
+
+    Args:
+        model: on its stream.
+        x: the streams, float32 [T, S, D].
+        out: of the layer part, float32 [T, D].
+        inject: of its read.
+        norm: of the read that follows at once, done as well; None: that does it, or none follows.
+    """
     if norm is None:
         hyper.stream_write(model.stream, x, out, inject)
         return
@@ -134,8 +215,11 @@ def write_experts(
     inject: Tensor,
     norm: Tensor | None,
 ) -> None:
-    """Enqueue the sum of a layer's experts, and its write to the streams."""
-    num, stream = x.shape[0], model.stream
+    """Enqueue the sum of a layer's experts, and its write to the streams, as ``write_streams``."""
+    num, stream, write = x.shape[0], model.stream, StreamWrite(x, inject)
+    if norm is None and can_write_beside(stream, write):
+        combine_write(stream, combined, write)
+        return
     if norm is not None and can_write_few(stream, x, inject, norm):
         normed, eps = model.workspace.take("normed", num), model.spec.rms_eps
         rounded = model.room_for_rounded(normed)

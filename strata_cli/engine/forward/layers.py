@@ -15,7 +15,12 @@ from strata_cli.engine.forward.attention import attention
 from strata_cli.engine.forward.batch import Batch
 from strata_cli.engine.forward.delta_net import gated_delta_net
 from strata_cli.engine.forward.feeding import ExpertFeed, ResidentFeed
-from strata_cli.engine.forward.hyper_connections import read_streams, write_experts, write_streams
+from strata_cli.engine.forward.hyper_connections import (
+    norms_itself,
+    read_streams,
+    write_experts,
+    write_product,
+)
 from strata_cli.engine.forward.mixture import mix_experts
 from strata_cli.engine.forward.ngram_embedding import add_ngrams
 from strata_cli.engine.forward.on_stream import ModelOnStream
@@ -56,21 +61,25 @@ class Forward(ModelOnStream):
     ) -> None:
         """Enqueue one layer, updating the residual streams x [T, S, D] in place.
 
-        Layers follow each other: each leaves x normed for the next in the workspace.
+        Layers follow each other: each leaves x normed for the next in the workspace, unless that
+        norms it itself.
         """
         if layer.ngram is not None:
             add_ngrams(self, layer.ngram, batch, x)
-        y = read_streams(self, layer.mixer_read, x, is_normed=self._norm_ahead(index) is not None)
+        y = read_streams(
+            self, layer.mixer_read, x, is_normed=self._norm_ahead(index, x) is not None
+        )
         if layer.gdn is not None:
-            out = gated_delta_net(self, index, layer.gdn, batch, y)
+            last = gated_delta_net(self, index, layer.gdn, batch, y)
         else:
             assert layer.attention is not None
-            out = attention(self, index, layer.attention, batch, y)
-        write_streams(self, x, out, y.inject, layer.ffn_read.norm)
-        y = read_streams(self, layer.ffn_read, x, is_normed=True)
+            last = attention(self, index, layer.attention, batch, y)
+        norm = None if norms_itself(self, layer.ffn_read, x) else layer.ffn_read.norm
+        write_product(self, x, last, y.inject, norm)
+        y = read_streams(self, layer.ffn_read, x, is_normed=norm is not None)
         feed = feed or self._residents(batch.num_tokens)
         combined = mix_experts(self, index, layer.moe, y, feed, is_recorded=batch.is_recorded)
-        write_experts(self, x, combined, y.inject, self._norm_ahead(index + 1))
+        write_experts(self, x, combined, y.inject, self._norm_ahead(index + 1, x))
 
     def head(self, start: int, stop: int) -> Tensor:
         """Enqueue the final read and the head for rows start..stop of the last pass.
@@ -84,15 +93,17 @@ class Forward(ModelOnStream):
         matmul(self.stream, y.values, self.weights.head, logits, y.rounded)
         return logits
 
-    def _norm_ahead(self, index: int) -> Tensor | None:
-        """The norm of a layer's first read if the layer before already does it.
+    def _norm_ahead(self, index: int, x: Tensor) -> Tensor | None:
+        """The norm of a layer's first read of streams x if the layer before already does it.
 
-        Not of the first layer, nor where a layer changes the streams before it reads them.
+        Not of the first layer, nor where a layer changes the streams before it reads them, nor
+        where the read does it itself.
         """
         if not 0 < index < len(self.weights.layers):
             return None
         layer = self.weights.layers[index]
-        return layer.mixer_read.norm if layer.ngram is None else None
+        is_ahead = layer.ngram is None and not norms_itself(self, layer.mixer_read, x)
+        return layer.mixer_read.norm if is_ahead else None
 
     def _residents(self, num_tokens: int) -> ExpertFeed:
         experts = [layer.moe.experts for layer in self.weights.layers]

@@ -19,11 +19,6 @@ struct Normed {
 };
 constexpr int MOST_NORMED_DIM = 128;
 
-template <class A, class B>
-constexpr bool is_same = false;
-template <class A>
-constexpr bool is_same<A, A> = true;
-
 #ifndef ONE_COLUMN
 #define ONE_COLUMN 0  // 1: blocks have one row of x each
 #endif
@@ -252,18 +247,24 @@ __device__ inline void load_octets(uint4 *planes, const float *x, int cols, cons
 }
 
 // All planes of x by the first `warps` warps. Does not wait for the other threads.
-template <class... Kinds, class Gate>
+template <class... Kinds>
 __device__ inline void load_activations(uint4 *planes, const float *x, int cols,
-                                        const Columns &columns, const Gate &gate, int warps) {
-    if constexpr (is_same<Gate, Gated>) {
-        load_gated<Kinds...>(planes, x, cols, columns, gate, warps);
-    } else if constexpr (is_same<Gate, Normed>) {
-        load_normed<Kinds...>(planes, x, cols, columns, gate, warps);
-    } else {
-        const unsigned long long places = reinterpret_cast<unsigned long long>(x) | 4 * cols;
-        if (places % 16 == 0 && cols % 32 == 0)
-            load_octets<2, Kinds...>(planes, x, cols, columns, warps);
-        else
-            load_octets<1, Kinds...>(planes, x, cols, columns, warps);
-    }
+                                        const Columns &columns, const Plain &, int warps) {
+    const unsigned long long places = reinterpret_cast<unsigned long long>(x) | 4 * cols;
+    if (places % 16 == 0 && cols % 32 == 0)
+        load_octets<2, Kinds...>(planes, x, cols, columns, warps);
+    else
+        load_octets<1, Kinds...>(planes, x, cols, columns, warps);
+}
+
+template <class... Kinds>
+__device__ inline void load_activations(uint4 *planes, const float *x, int cols,
+                                        const Columns &columns, const Gated &gate, int warps) {
+    load_gated<Kinds...>(planes, x, cols, columns, gate, warps);
+}
+
+template <class... Kinds>
+__device__ inline void load_activations(uint4 *planes, const float *x, int cols,
+                                        const Columns &columns, const Normed &gate, int warps) {
+    load_normed<Kinds...>(planes, x, cols, columns, gate, warps);
 }

@@ -4,6 +4,7 @@
 //   T tokens, S streams, D hidden_size, a multiple of 4, at most 4 * MOST_THREADS
 //   A thread has four columns of a row, so that a launch is few latencies one after the other:
 //   they, not the 12 * S * T*D bytes, are the limit.
+#include "bulk.cuh"
 #include "mix.cuh"
 #include "overlap.cuh"
 #include "streams.cuh"
@@ -114,6 +115,45 @@ __device__ inline void write_norm_rows(float *x, const float *out, const float *
     const float part = *source;
     write_norm<ROUNDS>(row, inject, part, v, added, w, eps, x, normed + blockIdx.x * size,
                        rounded + blockIdx.x * size, size);
+}
+
+// combine_write: combine, then stream_write of what it gives; the norm is left to the next read
+//   as combine_write_norm's; grid (D / (4 * columns), T), block columns threads of four columns
+//   each and a warp more, which finds what streams are written by
+template <int STREAMS>
+__global__ void combine_write(const float *expert_out, const int *pair_of, const float *weights,
+                              const float *shared_out, const float *shared_logit, float *x,
+                              const float *injects, long long top_k, long long size,
+                              long long parts, long long divisor) {
+    __shared__ float own_parts[MOST_INJECT_FLOATS], factors[STREAMS];
+    let_next_start();
+    const int token = blockIdx.y, columns = blockDim.x - 32, width = static_cast<int>(size);
+    const Inject inject = {injects, parts, divisor, STREAMS, gridDim.y};
+    if (static_cast<int>(threadIdx.x) >= columns) {
+        wait_for_launches_ahead();
+        inject.weights_of_token<STREAMS>(token, own_parts, factors);
+        block_barrier();
+        return;
+    }
+    const int first = 4 * (static_cast<int>(blockIdx.x) * columns + threadIdx.x);
+    x += static_cast<long long>(token) * STREAMS * width;
+    const bool is_there = first < width;
+#pragma unroll
+    for (int s = 0; s < STREAMS; s++)
+        if (is_there) fetch_ahead(x + s * width + first);
+    wait_for_launches_ahead();
+    float4 v[STREAMS];
+#pragma unroll
+    for (int s = 0; s < STREAMS; s++) v[s] = load4_below(x + s * width, first, width);
+    const float logit = shared_logit[token];
+    const float4 shared = load4_below(shared_out + token * size, first, width);
+    const float4 added =
+        combined_at_once(expert_out, pair_of + token * top_k, weights + token * top_k,
+                         static_cast<int>(top_k), shared, logit, width, is_there ? first : 0);
+    block_barrier();
+#pragma unroll
+    for (int s = 0; s < STREAMS; s++)
+        if (is_there) store4(x + s * width + first, add_scaled(factors[s], added, v[s]));
 }
 
 // write_norm_few: stream_write_norm

@@ -395,6 +395,7 @@ def few_plan(
     streams: int = 0,
     taps: int = 0,
     head_dim: int = 0,
+    written: int = 0,
 ) -> Plan:
     """The few-row function for matrices that share x, or for those of each of several experts.
 
@@ -409,6 +410,7 @@ def few_plan(
         is_gated: of one matrix: what is multiplied is silu of x, perhaps times something.
         streams: of one gated matrix that ``can_mix``: its products open so many streams.
         taps: of several matrices and one token: the first one's products are convolved.
+        written: of one matrix and one token: its products are written to so many streams.
         head_dim: of one matrix: what is multiplied are heads so wide, normed as they are loaded.
 
     Raises:
@@ -449,8 +451,9 @@ def few_plan(
     defines = tuple(dict.fromkeys(d for kind in kinds for d in defines_of(kind.qtype)))
     defines += ("ONE_COLUMN=1",) * (shape.columns == 1)
     defines += ("SLICES_TOGETHER=1",) * _has_together(matrices, shape)
-    defines += (f"STREAMS={streams}",) * (streams > 0)
+    defines += (f"MIXED_STREAMS={streams}",) * (streams > 0)
     defines += (f"CONV_TAPS={taps}",) * (taps > 0)
+    defines += (f"WRITTEN_STREAMS={written}",) * (written > 0)
     return Plan(
         unit=Unit(FEW_SOURCE, f"{name}<{parameters}>", defines + way.defines),
         grid=(segments, num_blocks, 1),

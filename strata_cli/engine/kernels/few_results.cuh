@@ -5,7 +5,11 @@
 #include "few_work.cuh"
 #include "overlap.cuh"
 #include "special.cuh"
+#include "streams.cuh"
 
+#ifndef WRITTEN_STREAMS
+#define WRITTEN_STREAMS 0  // else results, of one token, are written to so many streams
+#endif
 #ifndef CONV_TAPS
 #define CONV_TAPS 0  // else the first matrix's results, of one token, are convolved
 #endif
@@ -62,6 +66,9 @@ __device__ inline void finish_tiles(const Work<ROWS, MATRICES, Kinds...> &work,
 struct Written {
     struct Ahead {};
 
+    // By one warp, before any result is finished.
+    __device__ void prepare() const {}
+
     template <class Work>
     __device__ int rows(const Work &) const {
         return Work::TILE_ROWS;
@@ -94,41 +101,42 @@ __device__ inline typename Results::Ahead load_first(const Results &results, con
     return results.load(work, columns, result_at(own, rows, count, first, apart));
 }
 
-#if STREAMS
+#if MIXED_STREAMS
 // Results are gates: the mix of the streams that they open, as mix_columns (mix.cuh).
 struct Mixed {
-    const float *normed;  // [T,STREAMS,D]
+    const float *normed;  // [T,MIXED_STREAMS,D]
     struct Ahead {
-        float normed[STREAMS];
+        float normed[MIXED_STREAMS];
     };
 
+    __device__ void prepare() const {}
     template <class Work>
     __device__ int rows(const Work &work) const {
-        return work.plans[0].tile_rows / STREAMS;
+        return work.plans[0].tile_rows / MIXED_STREAMS;
     }
     template <class Work>
     __device__ Ahead load(const Work &work, const Columns &columns, const Result &own) const {
-        const int size = work.matrices[0].rows / STREAMS;
+        const int size = work.matrices[0].rows / MIXED_STREAMS;
         const long long token = columns.first + own.column;
         const float *row = normed + token * work.matrices[0].rows + own.tile * rows(work) + own.row;
         Ahead ahead;
 #pragma unroll
-        for (int s = 0; s < STREAMS; s++) ahead.normed[s] = row[s * size];
+        for (int s = 0; s < MIXED_STREAMS; s++) ahead.normed[s] = row[s * size];
         return ahead;
     }
     template <class Work, class Sum>
     __device__ void finish(const Work &work, const Columns &columns, const Result &own,
                            const Ahead &ahead, const Sum &sum) const {
-        const int size = work.matrices[0].rows / STREAMS, own_rows = rows(work);
+        const int size = work.matrices[0].rows / MIXED_STREAMS, own_rows = rows(work);
         float total = 0.0f;
 #pragma unroll
-        for (int s = 0; s < STREAMS; s++) {
+        for (int s = 0; s < MIXED_STREAMS; s++) {
             const float gate = sum(work.plans[0], 0, s * own_rows + own.row);
             total = fmaf(sigmoid_fast(gate), ahead.normed[s], total);
         }
         const long long token = columns.first + own.column;
         work.matrices[0].out[token * size + own.tile * own_rows + own.row] =
-            total * (1.0f / static_cast<float>(STREAMS));
+            total * (1.0f / static_cast<float>(MIXED_STREAMS));
     }
 };
 #endif
@@ -155,6 +163,7 @@ struct Convolved {
     __device__ int rows(const Work &) const {
         return Work::TILE_ROWS;
     }
+    __device__ void prepare() const {}
     // The row of the first matrix that a result is, or one behind its end.
     template <class Work>
     __device__ int channel(const Work &work, const Result &own) const {
@@ -186,6 +195,55 @@ struct Convolved {
         for (int j = 0; j < PAST; j++)
             history[j * channels + n] = j + 1 < PAST ? ahead.past[j + 1] : u;
         work.matrices[0].out[n] = silu_fast(total);
+    }
+};
+#endif
+
+#if WRITTEN_STREAMS
+// Results are a token's output, which is written to its streams by the weights of its inject.
+struct StreamsWritten {
+    float *x;       // [WRITTEN_STREAMS,D], in place
+    Inject inject;  // of one token
+    struct Ahead {
+        float x[WRITTEN_STREAMS];
+    };
+
+    __device__ static float *weights() {
+        __shared__ float of_streams[WRITTEN_STREAMS];
+        return of_streams;
+    }
+    __device__ void prepare() const {
+        __shared__ float parts[MOST_INJECT_FLOATS];
+        wait_for_launches_ahead();
+        inject.weights_of_token<WRITTEN_STREAMS>(0, parts, weights());
+    }
+    template <class Work>
+    __device__ int rows(const Work &) const {
+        return Work::TILE_ROWS;
+    }
+    // A result's place in the row, or one behind its end.
+    template <class Work>
+    __device__ int column(const Work &work, const Result &own) const {
+        const int tile_rows = work.plans[0].tile_rows, size = work.matrices[0].rows;
+        return own.row < tile_rows ? min(own.tile * tile_rows + own.row, size) : size;
+    }
+    template <class Work>
+    __device__ Ahead load(const Work &work, const Columns &, const Result &own) const {
+        const int size = work.matrices[0].rows, n = min(column(work, own), size - 1);
+        Ahead ahead;
+#pragma unroll
+        for (int s = 0; s < WRITTEN_STREAMS; s++) ahead.x[s] = x[s * size + n];
+        return ahead;
+    }
+    template <class Work, class Sum>
+    __device__ void finish(const Work &work, const Columns &, const Result &own, const Ahead &ahead,
+                           const Sum &sum) const {
+        const int size = work.matrices[0].rows, n = column(work, own);
+        if (n == size) return;
+        const float out = sum(work.plans[0], 0, own.row);
+#pragma unroll
+        for (int s = 0; s < WRITTEN_STREAMS; s++)
+            x[s * size + n] = fmaf(weights()[s], out, ahead.x[s]);
     }
 };
 #endif

@@ -8,12 +8,17 @@
 constexpr int INJECT_WARPS = 4;  // of a block, a slice each; fewer where it has fewer
 constexpr int INJECT_STEPS = 2;  // whose loads are on their way together: registers are few
 
+struct XIsThere {
+    __device__ void operator()() const {}
+};
+
 // A slice of eight tokens' products, by each of the block's first warps; blocks are numbered.
 //   x [T,K] -> parts [slices,T,rows] f32, times 64; added up in order and divided, they are what
 //   matmul_few.cu makes of them
-template <int LANE, int STEPS = INJECT_STEPS>
+//   make_x: by all threads, behind the launches ahead, where they have not left x
+template <int LANE, int STEPS = INJECT_STEPS, class MakeX = XIsThere>
 __device__ inline void make_inject(const ThinRows &all, const float *x, float *parts, int tokens,
-                                   int block) {
+                                   int block, const MakeX &make_x = MakeX()) {
     let_next_start();
     const int slices = (all.cols + all.slice - 1) / all.slice, lane = threadIdx.x & 31;
     const int warps = min(INJECT_WARPS, static_cast<int>(blockDim.x) / 32);
@@ -26,6 +31,7 @@ __device__ inline void make_inject(const ThinRows &all, const float *x, float *p
             fetch_ahead(all.weights + static_cast<long long>(i / lines) * all.cols +
                         own * all.slice + i % lines * 32);
     wait_for_launches_ahead();
+    make_x();
     if (!is_mine) return;
     const float *row[1] = {all.row(x, first_token, tokens)};
     float sums[1][4] = {};

@@ -15,11 +15,13 @@
 #include "few_multiply.cuh"
 #include "few_results.cuh"
 #include "inject.cuh"
+#include "normed_streams.cuh"
 #include "overlap.cuh"
 #include "route.cuh"
 
-constexpr int MOST_REGISTERS = 64;  // two blocks of 16 warps then find room on a multiprocessor
-constexpr int MORE_REGISTERS = 80;  // one block of 21 warps: six of them share a quarter of these
+constexpr int MOST_REGISTERS = 64;   // two blocks of 16 warps then find room on a multiprocessor
+constexpr int MORE_REGISTERS = 80;   // one block of 21 warps: six of them share a quarter of these
+constexpr int FEWER_REGISTERS = 72;  // of one of 25 warps, or where the next block is to find room
 
 // The pairs of a block, and where the matrices of their expert begin.
 struct Found {
@@ -206,9 +208,13 @@ __device__ inline OwnSpan own_span(const Work<ROWS, MATRICES, Kinds...> &work, c
 // warp, whose lanes find the spans of several stages at once. Those that the rings hold start
 // before the block's first barrier. Behind the last one, the next launch may start: then no launch
 // but the next holds room beside this one.
-template <class Shared, int ROWS, int MATRICES, class... Kinds>
+template <class Shared, class Results, int ROWS, int MATRICES, class... Kinds>
 __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, const Shared &shared,
-                                   const Team &team) {
+                                   const Team &team, const Results &results) {
+    const auto meet = [&] {
+        results.prepare();
+        block_barrier();
+    };
     const Layout &layout = work.layout;
     const int span_shift = work.most_spans_shift(), at_once = 32 >> span_shift;
     const int lane = threadIdx.x & 31, own = lane >> span_shift;
@@ -247,7 +253,7 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
             if (others == 0) break;
             if (is_first) {
                 is_first = false;
-                block_barrier();
+                meet();
             }
             const int first = __ffs(others) - 1;  // lane of the next stage
             others &= others - 1;
@@ -257,7 +263,7 @@ __device__ inline void copy_stages(const Work<ROWS, MATRICES, Kinds...> &work, c
             starts = own == first >> span_shift;
         }
     }
-    if (is_first) block_barrier();
+    if (is_first) meet();
     let_next_start();
 }
 #endif
@@ -272,8 +278,9 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
                                         work.most_slices(), team.count);
     if (threadIdx.x / 32 == warps) {
 #if BULK
-        copy_stages(work, shared, team);
+        copy_stages(work, shared, team, results);
 #else
+        results.prepare();
         block_barrier();
         let_next_start();
 #endif
@@ -287,15 +294,23 @@ __device__ inline void few(const Work<ROWS, MATRICES, Kinds...> &work, const Col
     make_tiles(work, shared, columns, team, results);
 }
 
-// matmul_few: grid (passes of `columns` tokens, blocks): passes over the same rows run side by
+// matmul_few: streams [S,rows] f32 in place, inject: see StreamsWritten, where out is not written;
+//   grid (passes of `columns` tokens, blocks): passes over the same rows run side by
 // side, so all but one find them in the L2 cache
 template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void __maxnreg__(MOST_REGISTERS)
-    matmul_few(const float *x, const unsigned char *data, float *out, long long, long long tokens,
-               long long rows, long long cols, long long columns, long long teams,
-               long long team_warps, long long slots, long long slot_chunks, long long parts,
-               long long sums, long long slice, long long slices, long long part_slices,
-               long long tile_rows, long long span_shift, long long chunks) {
+__global__ void __maxnreg__(WRITTEN_STREAMS ? MORE_REGISTERS : MOST_REGISTERS)
+    matmul_few(const float *x, const unsigned char *data, float *out,
+#if WRITTEN_STREAMS
+               float *streams, const float *inject,
+#endif
+               long long, long long tokens, long long rows, long long cols,
+#if WRITTEN_STREAMS
+               long long inject_parts, long long divisor,
+#endif
+               long long columns, long long teams, long long team_warps, long long slots,
+               long long slot_chunks, long long parts, long long sums, long long slice,
+               long long slices, long long part_slices, long long tile_rows, long long span_shift,
+               long long chunks) {
     extern __shared__ uint4 shared[];
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
     work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
@@ -305,7 +320,12 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     work.number_tiles();
     const int first = static_cast<int>(columns) * blockIdx.x;
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
-    few(work, {nullptr, first, count}, x, Plain(), shared);
+#if WRITTEN_STREAMS
+    const StreamsWritten results = {streams, {inject, inject_parts, divisor, WRITTEN_STREAMS, 1}};
+#else
+    const Written results;
+#endif
+    few(work, {nullptr, first, count}, x, Plain(), shared, results);
 }
 
 // matmul_few_inject: matmul_few, and beside it the inject of the same x, by more blocks
@@ -340,6 +360,42 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     few(work, {nullptr, first, count}, x, Plain(), shared);
 }
 
+// read_few: matmul_few_inject of the normed streams of one token, which the blocks norm themselves
+//   x [S,D] f32, norm [S,D] f32 -> normed [S,D] f32 too; blocks of the inject keep them in shared
+//   memory: 4 * S*D bytes
+template <int TYPE, int LANE, int ROWS, int ALIGN, int INJECT_LANE>
+__global__ void __maxnreg__(FEWER_REGISTERS)
+    read_few(const float *x, const float *norm, float eps, float *normed, const unsigned char *data,
+             float *out, const float *inject, float *parts, long long size, long long rows,
+             long long cols, long long streams, long long inject_slice, long long blocks,
+             long long columns, long long teams, long long team_warps, long long slots,
+             long long slot_chunks, long long stages, long long sums, long long slice,
+             long long slices, long long part_slices, long long tile_rows, long long span_shift,
+             long long chunks) {
+    extern __shared__ uint4 shared[];
+    const NormedStreams gate = {norm, normed, eps, static_cast<int>(size),
+                                static_cast<int>(blocks)};
+    const int others = static_cast<int>(blockIdx.y) - static_cast<int>(blocks);
+    if (others >= 0) {
+        const ThinRows all = {inject, static_cast<int>(streams), static_cast<int>(cols),
+                              static_cast<int>(inject_slice)};
+        float *const row = reinterpret_cast<float *>(shared);
+        make_inject<INJECT_LANE>(all, row, parts, 1, others, [&] {
+            gate.make(x, static_cast<int>(cols), blockDim.x / 32,
+                      [&](int, int k, float4 v) { store4(row + k, v); });
+            __syncthreads();
+        });
+        return;
+    }
+    Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
+    work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
+    work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
+    work.layout = layout_from(teams, team_warps, slots, slot_chunks, stages, sums);
+    work.cols = static_cast<int>(cols);
+    work.number_tiles(static_cast<int>(blocks));
+    few(work, {nullptr, 0, 1}, x, gate, shared);
+}
+
 // gated_few: as matmul_few, of silu(x / divisor), times up where that is not x itself
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void __maxnreg__(MOST_REGISTERS)
@@ -365,13 +421,20 @@ __global__ void __maxnreg__(MOST_REGISTERS)
 // normed_few: as matmul_few, of gated_norm's output, which is made as activations are loaded
 //   x, z [T,cols] f32, norm [dim] f32
 template <int TYPE, int LANE, int ROWS, int ALIGN>
-__global__ void __maxnreg__(MOST_REGISTERS)
+__global__ void __maxnreg__(WRITTEN_STREAMS ? FEWER_REGISTERS : MOST_REGISTERS)
     normed_few(const float *x, const float *z, const float *norm, float eps,
-               const unsigned char *data, float *out, long long, long long tokens, long long rows,
-               long long cols, long long dim, long long columns, long long teams,
-               long long team_warps, long long slots, long long slot_chunks, long long parts,
-               long long sums, long long slice, long long slices, long long part_slices,
-               long long tile_rows, long long span_shift, long long chunks) {
+               const unsigned char *data, float *out,
+#if WRITTEN_STREAMS
+               float *streams, const float *inject,
+#endif
+               long long, long long tokens, long long rows, long long cols, long long dim,
+#if WRITTEN_STREAMS
+               long long inject_parts, long long divisor,
+#endif
+               long long columns, long long teams, long long team_warps, long long slots,
+               long long slot_chunks, long long parts, long long sums, long long slice,
+               long long slices, long long part_slices, long long tile_rows, long long span_shift,
+               long long chunks) {
     extern __shared__ uint4 shared[];
     Work<ROWS, 1, Kind<TYPE, LANE, ALIGN>> work;
     work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
@@ -382,12 +445,17 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     const int first = static_cast<int>(columns) * blockIdx.x;
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
     const Normed gate = {z, norm, static_cast<int>(dim), eps};
-    few(work, {nullptr, first, count}, x, gate, shared);
+#if WRITTEN_STREAMS
+    const StreamsWritten results = {streams, {inject, inject_parts, divisor, WRITTEN_STREAMS, 1}};
+#else
+    const Written results;
+#endif
+    few(work, {nullptr, first, count}, x, gate, shared, results);
 }
 
-#if STREAMS
+#if MIXED_STREAMS
 // gated_few_mix: the mix of the streams by gates that gated_few makes of silu(x / streams)
-//   normed [T,rows] f32, rows of one stream after the other -> out [T,rows / STREAMS]
+//   normed [T,rows] f32, rows of one stream after the other -> out [T,rows / MIXED_STREAMS]
 template <int TYPE, int LANE, int ROWS, int ALIGN>
 __global__ void __maxnreg__(MORE_REGISTERS)
     gated_few_mix(const float *x, const unsigned char *data, const float *normed, float *out,
@@ -405,7 +473,7 @@ __global__ void __maxnreg__(MORE_REGISTERS)
     work.number_tiles();
     const int first = static_cast<int>(columns) * blockIdx.x;
     const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
-    const Gated gate = {nullptr, static_cast<float>(STREAMS)};
+    const Gated gate = {nullptr, static_cast<float>(MIXED_STREAMS)};
     few(work, {nullptr, first, count}, x, gate, shared, Mixed{normed});
 }
 #endif

@@ -12,8 +12,8 @@
 
 constexpr int LINE_BYTES = 128;
 
-#ifndef STREAMS
-#define STREAMS 0  // else the matrix has rows of so many streams, and a tile a span of each
+#ifndef MIXED_STREAMS
+#define MIXED_STREAMS 0  // else the matrix has rows of so many streams, and a tile a span of each
 #endif
 
 // How a matrix's rows are cut, in bytes unless said.
@@ -32,9 +32,9 @@ struct Stage {
 
 // The first row of span `index` of a stage.
 __device__ inline int span_row(const Cut &cut, const Stage &stage, int index) {
-    constexpr int streams = STREAMS ? STREAMS : 1;
-    return STREAMS ? stage.first_row / streams + index * (stage.matrix_rows / streams)
-                   : stage.first_row + (index << cut.span_shift);
+    constexpr int streams = MIXED_STREAMS ? MIXED_STREAMS : 1;
+    return MIXED_STREAMS ? stage.first_row / streams + index * (stage.matrix_rows / streams)
+                         : stage.first_row + (index << cut.span_shift);
 }
 
 // Where span `index` of a stage begins in its matrix.

@@ -21,6 +21,12 @@ from strata_cli.engine.model.quants import QuantType
 
 INJECT_TOKENS = 8  # of a warp
 INJECT_WARPS = 4  # of a block, a slice each; fewer where it has fewer
+MOST_STREAMS = 6  # that a block norms: 25 warps
+MOST_COLUMNS = 12 * 256  # of each
+NORM_WARPS = 8  # whose sums are a stream's
+MOST_EACH = 2  # of these sums, that a warp makes
+FLOAT_LANE = 32  # where there is no inject
+_FLOAT_BYTES = 4
 
 
 def inject_parts(cols: int) -> int:
@@ -60,6 +66,60 @@ def matmul_inject(
     slice_width = slice_cols(QuantType.F32, width)
     numbers = (int(down.qtype), tokens, down.rows, down.cols, inject.rows, slice_width)
     operands = (normed, down.data, low, inject.data, parts)
+    launch = plan.launch(1, 1, early=True)
+    stream.launch(gpu_kernel(plan.unit), launch, *operands, *numbers)
+
+
+def can_norm_beside(stream: Stream, x: Tensor, norm: Tensor, down: Weight) -> bool:
+    """Whether ``read_few`` takes streams x [T, S, D]: of one token, and on a GPU."""
+    num_tokens, num_streams, size = x.shape
+    if num_tokens != 1 or not stream.shared_bytes or num_streams > MOST_STREAMS:
+        return False
+    is_aligned = size % 4 == 0 and (x.address | norm.address) % 16 == 0 and down.cols % 32 == 0
+    return is_aligned and size <= MOST_COLUMNS and _FLOAT_BYTES * down.cols <= stream.shared_bytes
+
+
+def read_few(
+    stream: Stream,
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    normed: Tensor,
+    down: Weight,
+    low: Tensor,
+    inject: Weight | None,
+    parts: Tensor | None,
+) -> None:
+    """Enqueue ``stream_norm`` and ``matmul_inject`` of what it makes, in one launch.
+
+    Args:
+        stream: where it runs; ``can_norm_beside`` said yes.
+        x: streams, float32 [1, S, D].
+        norm: its weight, float32 [S * D].
+        eps: added to the mean square.
+        normed: float32 [1, S * D], overwritten.
+        down: as of ``matmul_inject``.
+        low: as of ``matmul_inject``.
+        inject: as of ``matmul_inject``, or None.
+        parts: as of ``matmul_inject``, or None like that.
+
+    Raises:
+        ShapeError: extents or types do not fit.
+    """
+    _, num_streams, size = x.shape
+    width = num_streams * size
+    expect("read_few norm", norm, (width,))
+    expect("read_few normed", normed, (1, down.cols))
+    expect("read_few low", low, (1, down.rows))
+    rows, num_parts, lane = 0, 0, FLOAT_LANE
+    others = (normed, normed)
+    if inject is not None and parts is not None:
+        rows, num_parts, lane = inject.rows, inject_parts(width), _matrix(inject).lane
+        expect("read_few parts", parts, (num_parts, 1, rows))
+        others = (inject.data, parts)
+    plan = _read_plan(_matrix(down), num_streams, lane, num_parts, stream.shared_bytes)
+    numbers = (size, down.rows, down.cols, rows, slice_cols(QuantType.F32, width))
+    operands = (x, norm, eps, normed, down.data, low, *others)
     launch = plan.launch(1, 1, early=True)
     stream.launch(gpu_kernel(plan.unit), launch, *operands, *numbers)
 
@@ -109,15 +169,31 @@ def _can_mix(matrix: Matrix, tokens: int, limit: int, num_streams: int) -> bool:
 def _inject_plan(matrix: Matrix, lane: int, tokens: int, num_parts: int, limit: int) -> Plan:
     """The product's, with more blocks for the inject's slices."""
     plan = few_plan((matrix,), tokens, blocks(tokens, FEW_COLUMNS), limit)
-    passes, num_blocks, _ = plan.grid
     warps = min(INJECT_WARPS, plan.block[0] // WARP)
     slices = blocks(num_parts * blocks(tokens, INJECT_TOKENS), warps)
-    function = plan.unit.function.replace("matmul_few<", "matmul_few_inject<")
-    function = f"{function[:-1]}, {lane}>"
+    return _with_more(plan, "matmul_few_inject", lane, slices)
+
+
+@lru_cache(maxsize=64)
+def _read_plan(matrix: Matrix, num_streams: int, lane: int, num_parts: int, limit: int) -> Plan:
+    """The same, with warps that norm streams, and room for these in each of the inject's blocks."""
+    plan = few_plan((matrix,), 1, 1, limit)
+    threads = WARP * (blocks(num_streams * NORM_WARPS, MOST_EACH) + 1)
+    plan = replace(plan, block=(max(plan.block[0], threads), 1, 1))
+    warps = min(INJECT_WARPS, plan.block[0] // WARP)
+    more = _with_more(plan, "read_few", lane, blocks(num_parts, warps))
+    least = _FLOAT_BYTES * matrix.cols if num_parts else 0
+    return replace(more, shared_bytes=max(plan.shared_bytes, least))
+
+
+def _with_more(plan: Plan, name: str, lane: int, more: int) -> Plan:
+    """Another function than matmul_few, with so many blocks more."""
+    passes, num_blocks, _ = plan.grid
+    parameters = plan.unit.function.partition("<")[2].rstrip(">")
     return replace(
         plan,
-        unit=plan.unit._replace(function=function),
-        grid=(passes, num_blocks + blocks(slices, passes), 1),
+        unit=plan.unit._replace(function=f"{name}<{parameters}, {lane}>"),
+        grid=(passes, num_blocks + blocks(more, passes), 1),
         extents=(num_blocks, *plan.extents),
     )
 

@@ -5,7 +5,8 @@
 #include "special.cuh"
 
 constexpr int NORM_THREADS = 256;  // of a block that norms a row: the order of sums hangs on it
-constexpr int MOST_QUADS = 3;      // of a row of at most 4 * NORM_THREADS * MOST_QUADS elements
+constexpr int MOST_INJECT_FLOATS = 192;  // parts of a token's inject, times streams, that fit
+constexpr int MOST_QUADS = 3;  // of a row of at most 4 * NORM_THREADS * MOST_QUADS elements
 
 // Sum over the block of one value of each thread: lanes 16 -> 8 -> ... -> 1, then warps in turn.
 __device__ inline float sum_of_block(float own) {
@@ -46,6 +47,30 @@ struct Inject {
         for (int part = 0; part < static_cast<int>(parts); part++) total += load(part);
         const float inject = total / static_cast<float>(divisor);
         return 2.0f * sigmoid_fast(inject / static_cast<float>(num_streams));
+    }
+    // Of all STREAMS streams of a token, by one warp: its parts are brought together, to shared
+    // memory of MOST_INJECT_FLOATS.
+    template <int STREAMS>
+    __device__ void weights_of_token(int token, float *own_parts, float *weights) const {
+        constexpr int AT_ONCE = 5;
+        const int lane = threadIdx.x & 31, count = static_cast<int>(parts) * STREAMS;
+        const auto place = [&](int i) {
+            return (i / STREAMS * num_tokens + token) * STREAMS + i % STREAMS;
+        };
+#pragma unroll 1
+        for (int first = lane; first < count; first += 32 * AT_ONCE) {
+            float own[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+                own[i] = values[place(min(first + 32 * i, count - 1))];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+                if (first + 32 * i < count) own_parts[first + 32 * i] = own[i];
+        }
+        __syncwarp();
+        if (lane < STREAMS)
+            weights[lane] = weight_of([&](int part) { return own_parts[part * STREAMS + lane]; });
+        __syncwarp();
     }
     __device__ float weight(long long token, long long s) const {
         return weight_of(
