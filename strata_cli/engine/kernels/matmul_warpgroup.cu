@@ -444,6 +444,45 @@ __global__ void __launch_bounds__(THREADS, 1)
     block.template run<NUM>(all, book);
 }
 
+// A matrix of warpgroup_two: its function, where it is and what it makes.
+template <int TYPE_, int LANE, int ALIGN, int X_SLOTS, int RAW_SLOTS>
+struct Side {
+    static constexpr int TYPE = TYPE_;
+    using Block = Warpgroups<TYPE, LANE, ALIGN, X_SLOTS, RAW_SLOTS>;
+};
+
+template <int NUM, class Own>
+__device__ inline void make_side(const Product &product, const unsigned char *data, int tokens,
+                                 int index, unsigned char *shared) {
+    const typename Own::Block block(product, shared);
+    block.open_gates();
+    const auto book = load_any_book<Own::TYPE>(block.rest);
+    start_early();
+    __syncthreads();
+    const int token_tiles = (tokens + NUM - 1) / NUM;
+    const OneTile own = {data, tokens, tokens_each(tokens, token_tiles), token_tiles, index};
+    block.template run<NUM>(own, book);
+}
+
+// warpgroup_two: two matrices of the same x, a block for each tile of both, the first one's first
+template <int NUM, class First, class Second>
+__global__ void __launch_bounds__(THREADS, 1)
+    warpgroup_two(const unsigned short *activations, const unsigned char *data0, float *out0,
+                  const unsigned char *data1, float *out1, long long tokens, long long cols,
+                  long long rows0, long long rows1, long long blocks0, long long slice0,
+                  long long slice1) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const int index = static_cast<int>(blockIdx.x), first = static_cast<int>(blocks0);
+    if (index < first)
+        make_side<NUM, First>({activations, out0, static_cast<int>(rows0), static_cast<int>(cols),
+                               static_cast<int>(slice0)},
+                              data0, static_cast<int>(tokens), index, shared);
+    else
+        make_side<NUM, Second>({activations, out1, static_cast<int>(rows1), static_cast<int>(cols),
+                                static_cast<int>(slice1)},
+                               data1, static_cast<int>(tokens), index - first, shared);
+}
+
 // grouped_warpgroup: pairs sorted by expert; any grid, whose blocks go round robin through the
 // tiles of (expert, its tokens, weight rows)
 template <int TYPE, int LANE, int ALIGN, int X_SLOTS, int RAW_SLOTS>

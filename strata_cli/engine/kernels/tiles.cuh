@@ -27,6 +27,19 @@ struct DenseTiles {
     __device__ unsigned row_of(int pair) const { return pair; }
 };
 
+// The one tile of a block, among those of a matrix; token tiles innermost.
+struct OneTile {
+    const unsigned char *matrix;
+    int tokens, each, token_tiles, index;
+    static constexpr int count = 1;
+
+    __device__ Tile tile(int) const {
+        const int first = index % token_tiles * each;
+        return {matrix, index / token_tiles * ROWS, first, min(each, tokens - first)};
+    }
+    __device__ unsigned row_of(int pair) const { return pair; }
+};
+
 // The least multiple of eight that lets so many tiles hold the tokens.
 __device__ inline int tokens_each(int tokens, int tiles) {
     return ((tokens + tiles - 1) / tiles + 7) / 8 * 8;

@@ -9,7 +9,15 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from strata_cli.engine.kernels.products import Matrix, Plan, code_book, slice_cols, unit_of
+from strata_cli.engine.kernels.products import (
+    Matrix,
+    Plan,
+    Unit,
+    code_book,
+    defines_of,
+    slice_cols,
+    unit_of,
+)
 from strata_cli.engine.kernels.prompt_plan import Gpu
 from strata_cli.engine.kernels.shapes import blocks
 from strata_cli.engine.model.quants import BLOCK, QuantType
@@ -119,6 +127,41 @@ def warpgroup_plan(
     size = _tile_tokens(matrix, tokens, gpu.num_multiprocessors, candidates)
     tiles = blocks(matrix.rows, TILE_ROWS) * blocks(tokens, size)
     return _plan("matmul_warpgroup", matrix, tiles, gpu, 0, size)
+
+
+@lru_cache(maxsize=1024)
+def warpgroup_two_plan(first: Matrix, second: Matrix, tokens: int, gpu: Gpu) -> Plan | None:
+    """A function that makes two matrices, a multiprocessor for each tile; None: there are fewer.
+
+    Returns:
+        The plan, whose only extent is the number of the first one's tiles.
+    """
+    pair, row_tiles = (first, second), [blocks(m.rows, TILE_ROWS) for m in (first, second)]
+    most = gpu.num_multiprocessors // sum(row_tiles)  # tiles of tokens
+    size = min((each for each in TOKENS if blocks(tokens, each) <= most), default=0)
+    slots = [_slots(matrix, gpu, 0) for matrix in pair]
+    books = {matrix.qtype for matrix in pair if code_book(matrix.qtype)}
+    if not size or None in slots or len(books) > 1:
+        return None
+    tiles = [each * blocks(tokens, size) for each in row_tiles]
+    sides = []
+    for matrix, own in zip(pair, slots, strict=True):
+        assert own is not None
+        numbers = ", ".join(map(str, (matrix.lane, matrix.align, *own)))
+        sides.append(f"Side<{matrix.qtype.name}, {numbers}>")
+    defines = tuple(dict.fromkeys(d for matrix in pair for d in defines_of(matrix.qtype)))
+    shared_bytes = max(
+        warpgroup_shared_bytes(matrix, own)
+        for matrix, own in zip(pair, slots, strict=True)
+        if own is not None
+    )
+    return Plan(
+        unit=Unit("matmul_warpgroup.cu", f"warpgroup_two<{size}, {', '.join(sides)}>", defines),
+        grid=(sum(tiles), 1, 1),
+        block=(THREADS, 1, 1),
+        shared_bytes=shared_bytes,
+        extents=(tiles[0],),
+    )
 
 
 @lru_cache(maxsize=4096)
