@@ -13,15 +13,14 @@ import click
 
 from strata_cli.commands.calibration_plot import reliability_png, require_matplotlib
 from strata_cli.commands.calibration_report import fits_as_text
-from strata_cli.commands.logits_file import LogitsFile, check_logits_file
 from strata_cli.commands.opening import ENGINE_SETTINGS, model_files, open_engine
 from strata_cli.commands.options import config_options, load_config, written
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import STDIN
 from strata_cli.commands.question_flags import QuestionFlags, question_options
+from strata_cli.commands.result_file import ResultFile, check_result_file
 from strata_cli.commands.state_lines import file_of, open_lines, origin_of
 from strata_cli.commands.streams import require_stdout
-from strata_cli.commands.whole_file import save_whole
 from strata_cli.decisions.bulk_input import InputLine, count_lines, parse_line, read_lines
 from strata_cli.decisions.calibration import Calibration, calibration_as_json
 from strata_cli.decisions.decider import Decider
@@ -105,7 +104,7 @@ def calibrate(
     asked = asked_by.questions()
     check_distinct(asked)
     inputs = {**model_files(config), "states' file": file_of(jsonl)}
-    target = check_logits_file("--out", os.fspath(out), inputs)
+    target = check_result_file("--out", os.fspath(out), inputs)
     plot_target = None if plot is None else _plot_target(plot, out, inputs)
     rules = DecisionRules(prior=prior, reuse=config.reuse)
     with (
@@ -125,9 +124,9 @@ def calibrate(
     )
     entries = {one.question.key: one.as_dict() for one in fits}
     data = calibration_as_json(calibration, model_name, entries)
-    save_whole(target, data)
+    target.save(data)
     if plot_target is not None:
-        save_whole(plot_target, reliability_png(fits))
+        plot_target.save(reliability_png(fits))
     click.echo(data if is_json else fits_as_text(fits), nl=not is_json)
     return 0
 
@@ -180,10 +179,10 @@ def _samples(decider: Decider, asked: Sequence[Question], line: InputLine) -> li
     return [sample(*pair) for pair in zip(decisions, right, strict=True)]
 
 
-def _plot_target(plot: Path, out: Path, inputs: dict[str, str]) -> LogitsFile:
+def _plot_target(plot: Path, out: Path, inputs: dict[str, str]) -> ResultFile:
     require_matplotlib()
     if os.path.realpath(plot) == os.path.realpath(out):
         raise ConfigError(
             f"--out and --plot are the same file, {path_text(out)}", hint="give each its own"
         )
-    return check_logits_file("--plot", os.fspath(plot), inputs)
+    return check_result_file("--plot", os.fspath(plot), inputs)

@@ -15,11 +15,11 @@ import click
 import orjson
 
 from strata_cli import __version__
-from strata_cli.commands.logits_file import check_logits_file
 from strata_cli.commands.opening import open_engine
 from strata_cli.commands.options import in_order, written
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import STDIN
+from strata_cli.commands.result_file import check_result_file
 from strata_cli.commands.state_lines import file_of, open_lines, origin_of
 from strata_cli.config import StrataConfig
 from strata_cli.decisions.bulk import BulkCounts, BulkJob, Row, answer_lines, run_bulk
@@ -154,7 +154,7 @@ class BulkFlags:
             StrataError: naming the flag.
         """
         inputs = {"states' file": file_of(self.jsonl), **inputs}
-        target = check_logits_file("--out", os.fspath(self.out), inputs)
+        target = check_result_file("--out", os.fspath(self.out), inputs)
         if target.target is None:
             raise InputError(
                 f"--out: {path_text(self.out)} is no regular file, and rows could not be resumed",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from strata_cli.commands.logits_file import check_distinct, check_logits_file
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import PromptSource
+from strata_cli.commands.result_file import check_distinct, check_result_file
 from strata_cli.config import StrataConfig, flag_of
 from strata_cli.engine.decode.sampling import Sampler
 from strata_cli.engine.effects import check_effects
@@ -178,7 +178,7 @@ def _check_outputs(
         others = {
             what: p for what, p in inputs.items() if not is_read_before or what != PROFILE_INPUT
         }
-        check_logits_file(flag, path, others)
+        check_result_file(flag, path, others)
     check_distinct({**own, **outputs})
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import click
 import orjson
 
-from strata_cli.commands.logits_file import check_logits_file
 from strata_cli.commands.opening import (
     ENGINE_SETTINGS,
     SAMPLING_SETTINGS,
@@ -24,6 +23,7 @@ from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import PromptSource, parse_ids
 from strata_cli.commands.prompt_flags import prompt_options, utf8_text
 from strata_cli.commands.report import as_json, as_table
+from strata_cli.commands.result_file import check_result_file
 from strata_cli.commands.streams import require_stdout
 from strata_cli.commands.suffixes import (
     SuffixOutput,
@@ -112,7 +112,7 @@ def read(
     inputs |= suffix_input(suffixes)
     paths = {"--logits-out": logits_out, "--all-logits-out": all_logits_out}
     outputs = {flag: path for flag, path in paths.items() if path is not None}
-    files = {flag: check_logits_file(flag, path, inputs) for flag, path in outputs.items()}
+    files = {flag: check_result_file(flag, path, inputs) for flag, path in outputs.items()}
     last_file, all_file = map(files.get, paths)
     text_or_ids = source.read()
     suffix_file = None if suffixes is None else read_suffix_file(suffixes)
@@ -151,9 +151,9 @@ def read(
                 progress=progress,
             )
         if last_file is not None:
-            last_file.save(result.logits)
+            last_file.save_logits(result.logits)
         if all_file is not None and result.all_logits is not None:
-            all_file.save(result.all_logits)
+            all_file.save_logits(result.all_logits)
         if writer is None:
             report = as_json(engine, request, result, load_ms)
             click.echo(orjson.dumps(report, option=orjson.OPT_INDENT_2))

@@ -11,10 +11,10 @@ import click
 import numpy as np
 import orjson
 
-from strata_cli.commands.logits_file import LogitsFile
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import STDIN, PromptSource, input_bytes
 from strata_cli.commands.report import as_json, as_table
+from strata_cli.commands.result_file import ResultFile
 from strata_cli.config import StrataConfig
 from strata_cli.engine.engine import Engine, Sequence
 from strata_cli.engine.reading import ReadRequest
@@ -70,7 +70,7 @@ class SuffixOutput(NamedTuple):
 
     is_json: bool
     load_ms: float
-    logits_file: LogitsFile | None
+    logits_file: ResultFile | None
 
 
 def check_suffixes(
@@ -158,7 +158,7 @@ def report_suffixes(
             if output.logits_file is not None:
                 rows.append(result.logits)
     if output.logits_file is not None:
-        output.logits_file.save(np.stack(rows))
+        output.logits_file.save_logits(np.stack(rows))
 
 
 def _encode(engine: Engine, content: str | list[int]) -> list[int]:

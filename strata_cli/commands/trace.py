@@ -10,7 +10,6 @@ import click
 import orjson
 
 from strata_cli.commands import trace_arms, trace_report
-from strata_cli.commands.logits_file import LogitsFile, check_logits_file
 from strata_cli.commands.opening import (
     ENGINE_SETTINGS,
     SAMPLING_SETTINGS,
@@ -22,10 +21,10 @@ from strata_cli.commands.options import config_file_of, config_options, load_con
 from strata_cli.commands.progress import progress_bar
 from strata_cli.commands.prompt import STDIN, PromptSource
 from strata_cli.commands.prompt_flags import prompt_options
+from strata_cli.commands.result_file import ResultFile, check_result_file
 from strata_cli.commands.streams import require_stdout
 from strata_cli.commands.trace_arms import Arms
 from strata_cli.commands.trace_flags import TraceFlags, trace_options
-from strata_cli.commands.whole_file import save_whole
 from strata_cli.config import StrataConfig
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.measuring.perfetto import as_perfetto
@@ -62,10 +61,10 @@ def trace(is_json: bool, **flags: Any) -> int:
     asked.check(source, config, flags)
     require_stdout()
     inputs = input_files(config, source, config_file_of(flags))
-    saved: LogitsFile | None = None
+    saved: ResultFile | None = None
     if asked.perfetto is not None:
         shown = {} if asked.trace_file is None else {"trace": os.fspath(asked.trace_file)}
-        saved = check_logits_file("--perfetto", asked.perfetto, inputs | shown)
+        saved = check_result_file("--perfetto", asked.perfetto, inputs | shown)
     if asked.trace_file is not None:
         is_stdin = str(asked.trace_file) == STDIN
         events = read_trace(Path("/dev/stdin") if is_stdin else asked.trace_file)
@@ -116,11 +115,11 @@ def _read(
 
 
 def _show(
-    events: list[Event], saved: LogitsFile | None, *, every_layer: bool, is_json: bool
+    events: list[Event], saved: ResultFile | None, *, every_layer: bool, is_json: bool
 ) -> None:
     run = summarize(events)
     if saved is not None:
-        save_whole(saved, orjson.dumps(as_perfetto(events)))
+        saved.save(orjson.dumps(as_perfetto(events)))
     if is_json:
         _echo_json(trace_report.as_json(run))
     else:

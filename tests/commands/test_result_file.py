@@ -13,23 +13,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from strata_cli.commands.logits_file import LogitsFile, check_distinct, check_logits_file
 from strata_cli.commands.main import run, strata
+from strata_cli.commands.result_file import ResultFile, check_distinct, check_result_file
 from strata_cli.engine.engine import Engine
 from strata_cli.errors import ConfigError, InputError, StrataError
 
 LOGITS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-def check(path: object, **inputs: str) -> LogitsFile:
-    return check_logits_file("--logits-out", str(path), inputs)
+def check(path: object, **inputs: str) -> ResultFile:
+    return check_result_file("--logits-out", str(path), inputs)
 
 
 def test_a_new_file_has_the_array_and_the_mode_that_any_new_file_gets(tmp_path: Path) -> None:
     path = tmp_path / "new.npy"
     file = check(path)
     assert not list(tmp_path.iterdir())  # a check leaves nothing behind
-    file.save(LOGITS)
+    file.save_logits(LOGITS)
     (tmp_path / "plain").touch()
     assert np.array_equal(np.load(path), LOGITS)
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
@@ -38,7 +38,7 @@ def test_a_new_file_has_the_array_and_the_mode_that_any_new_file_gets(tmp_path: 
 
 def test_the_bytes_are_those_of_numpy(tmp_path: Path) -> None:
     for name, array in (("one", LOGITS[0]), ("two", LOGITS), ("turned", LOGITS.T)):
-        check(tmp_path / name).save(array)
+        check(tmp_path / name).save_logits(array)
         np.save(tmp_path / "expected.npy", np.ascontiguousarray(array))
         assert (tmp_path / name).read_bytes() == (tmp_path / "expected.npy").read_bytes()
 
@@ -48,7 +48,7 @@ def test_an_old_file_keeps_its_mode_and_its_neighbours(tmp_path: Path) -> None:
     path.write_text("old")
     path.chmod(0o640)
     neighbour.write_text("somebody's")
-    check(path).save(LOGITS)
+    check(path).save_logits(LOGITS)
     assert np.array_equal(np.load(path), LOGITS)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert neighbour.read_text() == "somebody's"
@@ -61,7 +61,7 @@ def test_a_link_is_followed(tmp_path: Path, exists: bool) -> None:
     if exists:
         target.write_text("old")
     link.symlink_to(target)
-    check(link).save(LOGITS)
+    check(link).save_logits(LOGITS)
     assert link.is_symlink()
     assert np.array_equal(np.load(target), LOGITS)
     assert [entry.name for entry in target.parent.iterdir()] == ["target.npy"]
@@ -71,7 +71,7 @@ def test_a_device_is_written_and_stays_a_device(tmp_path: Path) -> None:
     link = tmp_path / "null"
     link.symlink_to(os.devnull)
     for path in (os.devnull, link):
-        check(path).save(LOGITS)
+        check(path).save_logits(LOGITS)
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
@@ -83,7 +83,7 @@ def test_a_pipe_gets_the_whole_array(tmp_path: Path) -> None:
         (tmp_path / "output").open("wb") as output,
         subprocess.Popen(["cat", str(pipe)], stdout=output) as reader,
     ):
-        check(pipe).save(large)
+        check(pipe).save_logits(large)
         assert reader.wait(timeout=20) == 0
     np.save(tmp_path / "expected.npy", large)
     assert (tmp_path / "output").read_bytes() == (tmp_path / "expected.npy").read_bytes()
@@ -217,7 +217,7 @@ def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         seen.append(path)
         raise InputError("seen")
 
-    monkeypatch.setattr("strata_cli.commands.read.check_logits_file", see)
+    monkeypatch.setattr("strata_cli.commands.read.check_result_file", see)
     for path in ("~/x.npy", "~/new/"):
         assert run(strata, ["read", "x", f"--logits-out={path}"]) == 2
     assert seen == [f"{tmp_path}/x.npy", f"{tmp_path}/new/"]
@@ -235,7 +235,7 @@ def test_a_full_disk_is_named_and_leaves_everything_as_it_was(
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(StrataError) as caught:
-            file.save(np.zeros(9999, np.float32))
+            file.save_logits(np.zeros(9999, np.float32))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.message == f"cannot write {path}: File too large"
@@ -246,7 +246,7 @@ def test_a_full_disk_is_named_and_leaves_everything_as_it_was(
 
 def test_a_full_device_is_named() -> None:
     with pytest.raises(StrataError, match="cannot write /dev/full: No space left on device"):
-        check("/dev/full").save(LOGITS)
+        check("/dev/full").save_logits(LOGITS)
 
 
 def test_an_interrupt_while_writing_leaves_no_file(
@@ -258,7 +258,7 @@ def test_an_interrupt_while_writing_leaves_no_file(
         assert len(list(tmp_path.iterdir())) == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("strata_cli.commands.logits_file._write", interrupted)
+    monkeypatch.setattr("strata_cli.commands.result_file._write", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        file.save(LOGITS)
+        file.save_logits(LOGITS)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Files for logits: refused before the model runs, and written whole or not at all."""
+"""Files for results: refused before the model runs, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from strata_cli.output_files import Write, create, replace_file, temporary_path,
 
 
 @dataclass(frozen=True, slots=True)
-class LogitsFile:
-    """A place that logits can be written to.
+class ResultFile:
+    """A place that a result can be written to.
 
     Attributes:
         path: as the user wrote it.
@@ -33,20 +33,23 @@ class LogitsFile:
     path: str
     target: str | None
 
-    def save(self, logits: NDArray[np.float32]) -> None:
-        """Write a .npy file. A regular file changes when all is written, or stays as it was.
+    def save(self, data: bytes) -> None:
+        """Write the file. A regular one changes when all is written, or stays as it was.
 
         Raises:
             StrataError: it cannot be written.
         """
-        self.save_by(partial(_write, logits))
+        self._save_by(lambda file: file.write(data))
 
-    def save_by(self, write: Write) -> None:
-        """As save(), with what write puts into the file.
+    def save_logits(self, logits: NDArray[np.float32]) -> None:
+        """The same as a .npy file.
 
         Raises:
             StrataError: it cannot be written.
         """
+        self._save_by(partial(_write, logits))
+
+    def _save_by(self, write: Write) -> None:
         try:
             if self.target is None:
                 write_in_place(self.path, write)
@@ -59,8 +62,8 @@ class LogitsFile:
             ) from error
 
 
-def check_logits_file(flag: str, path: str, inputs: Mapping[str, str]) -> LogitsFile:
-    """Find out whether logits can be written to a path, without changing what is there.
+def check_result_file(flag: str, path: str, inputs: Mapping[str, str]) -> ResultFile:
+    """Find out whether a result can be written to a path, without changing what is there.
 
     Args:
         flag: that named the path, for messages.
@@ -80,7 +83,7 @@ def check_logits_file(flag: str, path: str, inputs: Mapping[str, str]) -> Logits
         status = _status(path)
         if status is not None:
             _check_other_uses(flag, path, status, inputs)
-        return LogitsFile(path, _target(path, status))
+        return ResultFile(path, _target(path, status))
     except OSError as error:
         raise InputError(
             f"{flag}: cannot write {path_text(path)}: {error.strerror}",
