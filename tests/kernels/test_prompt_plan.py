@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Tensor
 from strata_cli.engine.kernels.matmul import matmul, round_rows
-from strata_cli.engine.kernels.matmul_two import Output, matmul_two
+from strata_cli.engine.kernels.matmul_at_once import Output, matmul_at_once
 from strata_cli.engine.kernels.products import (
     Matrix,
     Plan,
@@ -29,7 +29,7 @@ from strata_cli.engine.kernels.warpgroup_plan import (
     grouped_warpgroup_plan,
     has_warpgroup_plan,
     warpgroup_plan,
-    warpgroup_two_plan,
+    warpgroup_several_plan,
 )
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
@@ -101,37 +101,39 @@ def test_warpgroups_of_few_tiles_are_few() -> None:
     assert grouped_warpgroup_plan(expert, 3, 2, gpu).grid == (2, 1, 1)
 
 
-def test_two_matrices_share_a_launch_where_each_tile_has_a_multiprocessor() -> None:
+def test_matrices_share_a_launch_where_each_tile_has_a_multiprocessor() -> None:
     gpu = GPUS["hopper"]
-    qkv, gate = (matrix_of(QuantType.Q8_0, rows, 2560) for rows in (10_240, 6_144))
-    plan = warpgroup_two_plan(qkv, gate, 100, gpu)
+    qkv, gate, alpha = (matrix_of(QuantType.Q8_0, rows, 2560) for rows in (10_240, 6_144, 48))
+    plan = warpgroup_several_plan((qkv, gate, alpha, alpha), 100, gpu)
     assert plan is not None
-    assert (plan.grid, plan.extents) == ((128, 1, 1), (80,))
-    assert plan.unit.function.startswith("warpgroup_two<128, Side<Q8_0, ")
-    assert warpgroup_two_plan(qkv, gate, 129, gpu) is None
-    alpha = matrix_of(QuantType.Q8_0, 48, 2560)
-    narrow = warpgroup_two_plan(alpha, alpha, 4096, gpu)
+    assert plan.grid == (130, 1, 1)
+    assert plan.extents[:8] == (10_240, 0, 6_144, 0, 48, 0, 48, 0)
+    assert plan.unit.function.startswith("warpgroup_several<128, Side<Q8_0, ")
+    assert warpgroup_several_plan((qkv, gate), 129, gpu) is None
+    assert warpgroup_several_plan((alpha,) * 7, 40, gpu) is None
+    narrow = warpgroup_several_plan((alpha, alpha), 4096, gpu)
     assert narrow is not None
-    assert narrow.unit.function.startswith("warpgroup_two<64, ")
+    assert narrow.unit.function.startswith("warpgroup_several<64, ")
     assert narrow.grid == (128, 1, 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [33, 100])
-def test_two_matrices_together_are_those_alone(gpu_lab: Lab, tokens: int) -> None:
+def test_matrices_at_once_are_those_alone(gpu_lab: Lab, tokens: int) -> None:
     lab, cols = gpu_lab, 2_560
     x, rounded = lab.put(normal(1, tokens, cols)), lab.empty((tokens, cols), np.float16)
     round_rows(lab.stream, x, rounded)
-    first, second = (
+    kinds = ((QuantType.Q8_0, 10_240), (QuantType.Q6_K, 5_100), (QuantType.Q8_0, 48))
+    products = [
         Output(
             Weight(lab.put(packed_rows(qtype, rows, cols, rows)), qtype, rows, cols),
             lab.empty((tokens, rows)),
         )
-        for qtype, rows in ((QuantType.Q8_0, 10_240), (QuantType.Q6_K, 6_100))
-    )
-    if not matmul_two(lab.stream, rounded, first, second):
+        for qtype, rows in (*kinds, (QuantType.BF16, 128))
+    ]
+    if not matmul_at_once(lab.stream, rounded, products):
         pytest.skip("this GPU has no room for them")
-    for weight, out in (first, second):
+    for weight, out in products:
         few = lab.empty((tokens, weight.rows))
         for begin in range(0, tokens, 25):  # so few that they go eight rows at a time
             own = slice(begin, min(begin + 25, tokens))
@@ -198,14 +200,15 @@ def test_products_of_many_rows_compile(architecture: str) -> None:
             )
             if architecture == "sm_90a"
         ),
-        *_two_units(architecture),
+        *_several_units(architecture),
     )
     assert_they_compile(units, architecture)
 
 
-def _two_units(architecture: str) -> tuple[Unit, ...]:
-    pair = (matrix_of(qtype, 640, 2560) for qtype in (QuantType.Q8_0, QuantType.Q6_K))
-    plan = warpgroup_two_plan(*pair, 100, GPUS["hopper"])
+def _several_units(architecture: str) -> tuple[Unit, ...]:
+    types = (QuantType.Q8_0, QuantType.Q6_K, QuantType.BF16)
+    matrices = tuple(matrix_of(qtype, 640, 2560) for qtype in types)
+    plan = warpgroup_several_plan(matrices, 100, GPUS["hopper"])
     return () if plan is None or architecture != "sm_90a" else (plan.unit,)
 
 

@@ -16,7 +16,7 @@ from strata_cli.engine.kernels.choice import FEW_PAIRS_PER_EXPERT, all_few
 from strata_cli.engine.kernels.few import FEW_COLUMNS, MOST_MATRICES, can_share, few_plan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
-from strata_cli.engine.kernels.matmul_two import Output, matmul_two
+from strata_cli.engine.kernels.matmul_at_once import Output, matmul_at_once
 from strata_cli.engine.kernels.products import Matrix, alignment, dense_matrix
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
@@ -52,34 +52,14 @@ def matmul_several(
     Raises:
         ShapeError: extents or types do not fit.
     """
+    if scratch is None and matmul_at_once(stream, rounded, products):
+        return
     matrices = tuple(_matrix(product.weight) for product in products)
-    alone: list[Product] = []  # those that follow each other
     for start, stop in _launches(matrices, x.shape[0] if stream.shared_bytes else 0):
         if stop - start == 1:
-            alone.append(products[start])
-            continue
-        _launch_alone(stream, x, alone, rounded, scratch)
-        alone.clear()
-        _launch_several(stream, x, tuple(products[start:stop]), matrices[start:stop])
-    _launch_alone(stream, x, alone, rounded, scratch)
-
-
-def _launch_alone(
-    stream: Stream,
-    x: Tensor,
-    products: Sequence[Product],
-    rounded: Tensor | None,
-    scratch: Tensor | None,
-) -> None:
-    """Enqueue products of many rows, two at once where that leaves fewer multiprocessors idle."""
-    left = list(products)
-    while left:
-        first, rest = left[0], left[1:]
-        if rest and scratch is None and matmul_two(stream, rounded, first, rest[0]):
-            left = rest[1:]
-            continue
-        matmul(stream, x, first.weight, first.out, rounded, scratch)
-        left = rest
+            matmul(stream, x, products[start].weight, products[start].out, rounded, scratch)
+        else:
+            _launch_several(stream, x, tuple(products[start:stop]), matrices[start:stop])
 
 
 def matmul_several_conv(

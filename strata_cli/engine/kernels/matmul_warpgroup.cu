@@ -444,43 +444,76 @@ __global__ void __launch_bounds__(THREADS, 1)
     block.template run<NUM>(all, book);
 }
 
-// A matrix of warpgroup_two: its function, where it is and what it makes.
+// How a kind of matrices of warpgroup_several is compiled for.
 template <int TYPE_, int LANE, int ALIGN, int X_SLOTS, int RAW_SLOTS>
 struct Side {
     static constexpr int TYPE = TYPE_;
     using Block = Warpgroups<TYPE, LANE, ALIGN, X_SLOTS, RAW_SLOTS>;
 };
 
-template <int NUM, class Own>
-__device__ inline void make_side(const Product &product, const unsigned char *data, int tokens,
-                                 int index, unsigned char *shared) {
-    const typename Own::Block block(product, shared);
+// One of its matrices.
+struct Member {
+    const unsigned char *data;
+    float *out;
+    int rows, kind;
+};
+
+// A tile of a matrix whose kind is the first of these, or one that follows.
+template <int NUM, class Own, class... Others>
+__device__ inline void make_member(const Member &member, int kind, const unsigned short *x,
+                                   int tokens, int cols, const int (&slices)[3], int index,
+                                   unsigned char *shared) {
+    if constexpr (sizeof...(Others) > 0) {
+        if (member.kind > kind) {
+            make_member<NUM, Others...>(member, kind + 1, x, tokens, cols, slices, index, shared);
+            return;
+        }
+    }
+    const typename Own::Block block({x, member.out, member.rows, cols, slices[kind]}, shared);
     block.open_gates();
     const auto book = load_any_book<Own::TYPE>(block.rest);
     start_early();
     __syncthreads();
     const int token_tiles = (tokens + NUM - 1) / NUM;
-    const OneTile own = {data, tokens, tokens_each(tokens, token_tiles), token_tiles, index};
+    const OneTile own = {member.data, tokens, tokens_each(tokens, token_tiles), token_tiles, index};
     block.template run<NUM>(own, book);
 }
 
-// warpgroup_two: two matrices of the same x, a block for each tile of both, the first one's first
-template <int NUM, class First, class Second>
+// warpgroup_several: up to six matrices of the same x, of up to three kinds, a block for each tile;
+// those that are not there have no rows
+template <int NUM, class... Sides>
 __global__ void __launch_bounds__(THREADS, 1)
-    warpgroup_two(const unsigned short *activations, const unsigned char *data0, float *out0,
-                  const unsigned char *data1, float *out1, long long tokens, long long cols,
-                  long long rows0, long long rows1, long long blocks0, long long slice0,
-                  long long slice1) {
+    warpgroup_several(const unsigned short *x, const unsigned char *data0, float *out0,
+                      const unsigned char *data1, float *out1, const unsigned char *data2,
+                      float *out2, const unsigned char *data3, float *out3,
+                      const unsigned char *data4, float *out4, const unsigned char *data5,
+                      float *out5, long long tokens, long long cols, long long rows0,
+                      long long kind0, long long rows1, long long kind1, long long rows2,
+                      long long kind2, long long rows3, long long kind3, long long rows4,
+                      long long kind4, long long rows5, long long kind5, long long slice0,
+                      long long slice1, long long slice2) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const int index = static_cast<int>(blockIdx.x), first = static_cast<int>(blocks0);
-    if (index < first)
-        make_side<NUM, First>({activations, out0, static_cast<int>(rows0), static_cast<int>(cols),
-                               static_cast<int>(slice0)},
-                              data0, static_cast<int>(tokens), index, shared);
-    else
-        make_side<NUM, Second>({activations, out1, static_cast<int>(rows1), static_cast<int>(cols),
-                                static_cast<int>(slice1)},
-                               data1, static_cast<int>(tokens), index - first, shared);
+    const int token_tiles = (static_cast<int>(tokens) + NUM - 1) / NUM;
+    int index = blockIdx.x;
+    Member own = {nullptr, nullptr, 0, 0};
+    const auto look = [&](const unsigned char *data, float *out, long long rows, long long kind) {
+        const int tiles = (static_cast<int>(rows) + ROWS - 1) / ROWS * token_tiles;
+        if (own.data != nullptr) return;
+        if (index < tiles)
+            own = {data, out, static_cast<int>(rows), static_cast<int>(kind)};
+        else
+            index -= tiles;
+    };
+    look(data0, out0, rows0, kind0);
+    look(data1, out1, rows1, kind1);
+    look(data2, out2, rows2, kind2);
+    look(data3, out3, rows3, kind3);
+    look(data4, out4, rows4, kind4);
+    look(data5, out5, rows5, kind5);
+    const int slices[3] = {static_cast<int>(slice0), static_cast<int>(slice1),
+                           static_cast<int>(slice2)};
+    make_member<NUM, Sides...>(own, 0, x, static_cast<int>(tokens), static_cast<int>(cols), slices,
+                               index, shared);
 }
 
 // grouped_warpgroup: pairs sorted by expert; any grid, whose blocks go round robin through the

@@ -25,6 +25,8 @@ from strata_cli.errors import DeviceError
 
 CAPABILITY = (9, 0)  # wgmma belongs to exactly this one
 TILE_ROWS = 128
+MOST_MATRICES = 6  # of a launch that makes several
+MOST_KINDS = 3
 TILE_TOKENS = 128
 TOKENS = (128, 96, 64, 32)  # that a function is compiled for; the first of equally good ones
 DECODING_TOKENS = 64  # as long as it takes to multiply so many, a tile takes in any case
@@ -130,37 +132,43 @@ def warpgroup_plan(
 
 
 @lru_cache(maxsize=1024)
-def warpgroup_two_plan(first: Matrix, second: Matrix, tokens: int, gpu: Gpu) -> Plan | None:
-    """A function that makes two matrices, a multiprocessor for each tile; None: there are fewer.
+def warpgroup_several_plan(matrices: tuple[Matrix, ...], tokens: int, gpu: Gpu) -> Plan | None:
+    """A function that makes up to six matrices of as many columns, a multiprocessor for each tile.
 
     Returns:
-        The plan, whose only extent is the number of the first one's tiles.
+        The plan, whose extents are rows and kind of six matrices, and the slices of three kinds;
+        None where there are too few multiprocessors, or too many kinds.
     """
-    pair, row_tiles = (first, second), [blocks(m.rows, TILE_ROWS) for m in (first, second)]
-    most = gpu.num_multiprocessors // sum(row_tiles)  # tiles of tokens
+    kinds = tuple(dict.fromkeys(m._replace(rows=0) for m in matrices))
+    books = {kind.qtype for kind in kinds if code_book(kind.qtype)}
+    slots = [_slots(kind, gpu, 0) for kind in kinds]
+    row_tiles = sum(blocks(m.rows, TILE_ROWS) for m in matrices)
+    most = gpu.num_multiprocessors // row_tiles  # tiles of tokens
     size = min((each for each in TOKENS if blocks(tokens, each) <= most), default=0)
-    slots = [_slots(matrix, gpu, 0) for matrix in pair]
-    books = {matrix.qtype for matrix in pair if code_book(matrix.qtype)}
-    if not size or None in slots or len(books) > 1:
+    is_too_much = len(matrices) > MOST_MATRICES or len(kinds) > MOST_KINDS or len(books) > 1
+    if not size or is_too_much or len({m.cols for m in matrices}) > 1:
         return None
-    tiles = [each * blocks(tokens, size) for each in row_tiles]
-    sides = []
-    for matrix, own in zip(pair, slots, strict=True):
-        assert own is not None
-        numbers = ", ".join(map(str, (matrix.lane, matrix.align, *own)))
-        sides.append(f"Side<{matrix.qtype.name}, {numbers}>")
-    defines = tuple(dict.fromkeys(d for matrix in pair for d in defines_of(matrix.qtype)))
-    shared_bytes = max(
-        warpgroup_shared_bytes(matrix, own)
-        for matrix, own in zip(pair, slots, strict=True)
-        if own is not None
-    )
+    sides, shared_bytes = [], 0
+    for kind, own in zip(kinds, slots, strict=True):
+        if own is None:
+            return None
+        numbers = ", ".join(map(str, (kind.lane, kind.align, *own)))
+        sides.append(f"Side<{kind.qtype.name}, {numbers}>")
+        shared_bytes = max(shared_bytes, warpgroup_shared_bytes(kind, own))
+    defines = tuple(dict.fromkeys(d for kind in kinds for d in defines_of(kind.qtype)))
+    shapes = [n for m in matrices for n in (m.rows, kinds.index(m._replace(rows=0)))]
+    cuts = [slice_cols(kind.qtype, kind.cols) for kind in kinds]
     return Plan(
-        unit=Unit("matmul_warpgroup.cu", f"warpgroup_two<{size}, {', '.join(sides)}>", defines),
-        grid=(sum(tiles), 1, 1),
+        unit=Unit("matmul_warpgroup.cu", f"warpgroup_several<{size}, {', '.join(sides)}>", defines),
+        grid=(row_tiles * blocks(tokens, size), 1, 1),
         block=(THREADS, 1, 1),
         shared_bytes=shared_bytes,
-        extents=(tiles[0],),
+        extents=(
+            *shapes,
+            *(0 for _ in range(2 * (MOST_MATRICES - len(matrices)))),
+            *cuts,
+            *(0 for _ in range(MOST_KINDS - len(kinds))),
+        ),
     )
 
 
