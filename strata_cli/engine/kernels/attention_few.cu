@@ -303,10 +303,10 @@ constexpr int ROUND = JOIN_THREADS;
 struct Joints {
     int unit[UNIT + ROUND];
     float largest[UNIT + ROUND], up_to[UNIT + ROUND];
-    float2 scales[ROUND];  // of the part's unit, and of the part
-    float weight[ROUND];
-    float2 unit_scales[ROUND];  // of the whole, and of a unit that ends with the part
-    bool ends_unit[ROUND];
+    // What a unit and the next of its parts are scaled by, and what the whole and a unit that the
+    // part ends are; a part's weight; 1 where it ends one.
+    float4 scales[ROUND];
+    float2 weights[ROUND];
     alignas(16) float sums[ROUND][JOIN_THREADS];
 
     // Starts copying the block's columns of a round's parts, `apart` floats from one to the next.
@@ -351,7 +351,7 @@ struct Joints {
     // and its weights' sum.
     __device__ void join(int number, int next, float score, float own_weight) {
         const int own = UNIT + static_cast<int>(threadIdx.x), own_unit = number / UNIT;
-        unit[own] = own_unit, largest[own] = score, weight[threadIdx.x] = own_weight;
+        unit[own] = own_unit, largest[own] = score;
         __syncthreads();
         up_to[own] = largest_up_to(score);
         float before = lowest();  // the largest of the unit's parts ahead of this one
@@ -363,11 +363,11 @@ struct Joints {
             first = own - back;
         }
         const Scales of_part = Scales::of(before, score);
-        scales[threadIdx.x] = make_float2(of_part.keep, of_part.add);
-        ends_unit[threadIdx.x] = next < 0 || next / UNIT != own_unit;
+        const bool ends_unit = next < 0 || next / UNIT != own_unit;
         __syncthreads();
         const Scales of_unit = Scales::of(up_to[first - 1], of_part.largest);
-        unit_scales[threadIdx.x] = make_float2(of_unit.keep, of_unit.add);
+        scales[threadIdx.x] = make_float4(of_part.keep, of_part.add, of_unit.keep, of_unit.add);
+        weights[threadIdx.x] = make_float2(own_weight, ends_unit ? 1.0f : 0.0f);
     }
 
     // Behind a round: its last parts are those before the next one.
@@ -410,8 +410,7 @@ extern "C" __global__ void join_parts(const float *, const float *gate, const un
     bring(0);
     const int count = from.counts()[token];
     joints.begin();
-    for (int base = 0; base < count; base += ROUND) {
-        if (base) bring(base);
+    for (int base = 0;;) {
         const int part = min(base + own, parts - 1), next = min(part + 1, parts - 1);
         const long long row = from.row(token, part, head);
         const int number = numbers[part], next_number = numbers[next];
@@ -419,20 +418,26 @@ extern "C" __global__ void join_parts(const float *, const float *gate, const un
         joints.join(number, base + own + 1 < count ? next_number : -1, score, own_weight);
         wait_copies<0>();
         __syncthreads();
+        const int joined_parts = min(ROUND, count - base);
 #pragma unroll 8
-        for (int i = 0; i < min(ROUND, count - base); i++) {
-            const float2 scales = joints.scales[i];
-            const float other = joints.weight[i];
-            weight = joined(weight, scales.x, other, scales.y);
+        for (int i = 0; i < joined_parts; i++) {  // without a branch: no load waits for one
+            const float4 scales = joints.scales[i];
+            const float2 other = joints.weights[i];
+            const float value = joints.sums[i][own];
+            weight = joined(weight, scales.x, other.x, scales.y);
             // Of a part of which nothing was seen, nothing was written.
-            sum = joined(sum, scales.x, other == 0.0f ? 0.0f : joints.sums[i][own], scales.y);
-            if (!joints.ends_unit[i]) continue;
-            const float2 of_unit = joints.unit_scales[i];
-            whole_weight = joined(whole_weight, of_unit.x, weight, of_unit.y);
-            whole = joined(whole, of_unit.x, sum, of_unit.y);
-            weight = sum = 0.0f;
+            sum = joined(sum, scales.x, other.x == 0.0f ? 0.0f : value, scales.y);
+            const float with_weight = joined(whole_weight, scales.z, weight, scales.w);
+            const float with_unit = joined(whole, scales.z, sum, scales.w);
+            const bool ends_unit = other.y != 0.0f;
+            whole_weight = ends_unit ? with_weight : whole_weight;
+            whole = ends_unit ? with_unit : whole;
+            weight = ends_unit ? 0.0f : weight;
+            sum = ends_unit ? 0.0f : sum;
         }
-        if (base + ROUND < count) joints.go_on();
+        if ((base += ROUND) >= count) break;
+        joints.go_on();
+        bring(base);
     }
     if (first_column + own < dim)
         out[at * dim + column] = gated(whole, inverse_fast(whole_weight), own_gate);
