@@ -281,6 +281,25 @@ __device__ inline int sum_of_warp(int v) {
     return v;
 }
 
+// Numbers that warps left, up to 32 of them: the sum of those of warps before the calling one, and
+// of all. All at once: one after the other they would be most of the time that a selection takes.
+struct OverWarps {
+    int before, all;
+
+    __device__ OverWarps(const int *of_warps, int num_warps) {
+        const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+        int up_to = lane < num_warps ? of_warps[lane] : 0;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int below = __shfl_up_sync(ALL_LANES, up_to, step);
+            if (lane >= step) up_to += below;
+        }
+        all = __shfl_sync(ALL_LANES, up_to, 31);
+        before = __shfl_sync(ALL_LANES, up_to, max(warp, 1) - 1);
+        if (warp == 0) before = 0;
+    }
+};
+
 constexpr int DIGIT_BITS = 11;
 constexpr int BINS = 1 << DIGIT_BITS;
 
@@ -300,7 +319,7 @@ __device__ inline int2 find_bin(const int *bins, int k) {
     }
     if (lane == 31) of_warps[warp] = up_to;
     __syncthreads();
-    for (int other = 0; other < warp; other++) up_to += of_warps[other];
+    up_to += OverWarps(of_warps, blockDim.x / 32).before;
     int above = up_to - own;
     if (above < k && k <= up_to) {
         int bin = last;
@@ -379,13 +398,9 @@ extern "C" __global__ void select_blocks(const int *scores, const int *positions
         ties_of[warp] = ties;
     }
     __syncthreads();
-    int above_before = 0, ties_before = 0, above_in_all = 0;
-    for (int other = 0; other < num_warps; other++) {
-        above_before += other < warp ? above_of[other] : 0;
-        ties_before += other < warp ? ties_of[other] : 0;
-        above_in_all += above_of[other];
-    }
-    const int wanted_ties = keep - above_in_all;
+    const OverWarps above_of_all(above_of, num_warps), ties_of_all(ties_of, num_warps);
+    int above_before = above_of_all.before, ties_before = ties_of_all.before;
+    const int wanted_ties = keep - above_of_all.all;
     const unsigned earlier_lanes = (1u << lane) - 1;
     for (int start = first; start < stop; start += 32) {
         const int i = start + lane;
