@@ -126,18 +126,19 @@ extern "C" __global__ void attention_inputs(
     const auto warps_of = [&](long long per_token) {
         return (num_tokens * static_cast<int>(per_token) + 1) / 2;
     };
-    int warp = blockIdx.x * WARPS + threadIdx.x / 32;
-    if (warp < warps_of(q_heads)) {
-        Head own(warp, num_tokens, q_heads, q_stride, width);
-        own.know(q_norm, table, positions, turned_pairs);
+    const int keys_from = warps_of(q_heads), index_from = keys_from + warps_of(kv_heads);
+    const int index_keys_from = index_from + warps_of(index_heads);
+    const int warp = blockIdx.x * WARPS + threadIdx.x / 32;
+    if (warp < keys_from || (index_from <= warp && warp < index_keys_from)) {
+        const bool is_index = warp >= index_from;
+        Head own(is_index ? warp - index_from : warp, num_tokens, is_index ? index_heads : q_heads,
+                 is_index ? index_dim : q_stride, is_index ? index_width : width);
+        own.know(is_index ? iq_norm : q_norm, table, positions, turned_pairs);
         wait_for_launches_ahead();
-        own.load(q_src);
-        own.turn(eps, head, turned_pairs, own.put_in(q));
-        return;
-    }
-    warp -= warps_of(q_heads);
-    if (warp < warps_of(kv_heads)) {
-        Head own(warp, num_tokens, kv_heads, dim, width);
+        own.load(is_index ? iq_src : q_src);
+        own.turn(eps, head, turned_pairs, own.put_in(is_index ? iq : q));
+    } else if (warp < index_from) {
+        Head own(warp - keys_from, num_tokens, kv_heads, dim, width);
         own.know(k_norm, table, positions, turned_pairs);
         wait_for_launches_ahead();
         own.load(k_src);
@@ -153,22 +154,10 @@ extern "C" __global__ void attention_inputs(
             keys[at + i] = half_of(value) | none;
             values[at + i] = half_of(of_value[n] == of_value[n] ? of_value[n] : 0.0f);
         });
-        return;
-    }
-    warp -= warps_of(kv_heads);
-    if (warp < warps_of(index_heads)) {
-        Head own(warp, num_tokens, index_heads, index_dim, index_width);
-        own.know(iq_norm, table, positions, turned_pairs);
-        wait_for_launches_ahead();
-        own.load(iq_src);
-        own.turn(eps, head, turned_pairs, own.put_in(iq));
-        return;
-    }
-    warp -= warps_of(index_heads);
-    if (ratio == 0 || warp >= num_tokens) {
+    } else if (ratio > 0 && warp - index_keys_from < num_tokens) {
+        keep_index_key(ik, ik_norm, table, positions, eps, raw_keys, pooled, head,
+                       warp - index_keys_from, static_cast<int>(ratio), index_width, turned_pairs);
+    } else {
         wait_for_launches_ahead();  // as every block
-        return;
     }
-    keep_index_key(ik, ik_norm, table, positions, eps, raw_keys, pooled, head, warp,
-                   static_cast<int>(ratio), index_width, turned_pairs);
 }
