@@ -30,6 +30,7 @@ from strata_cli.engine.kernels.warpgroup_plan import (
     has_warpgroup_plan,
     warpgroup_plan,
     warpgroup_several_plan,
+    warpgroup_sliced_plan,
 )
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
@@ -99,6 +100,19 @@ def test_warpgroups_of_few_tiles_are_few() -> None:
     assert plan.unit.function.endswith(", 32>")
     expert = expert_of(QuantType.Q8_0, 64, 2560)
     assert grouped_warpgroup_plan(expert, 3, 2, gpu).grid == (2, 1, 1)
+
+
+def test_slices_by_warpgroups_are_whole_stages() -> None:
+    gpu = GPUS["hopper"]
+    low = matrix_of(QuantType.Q8_0, 320, 10_240)
+    plan = warpgroup_sliced_plan(low, 100, gpu)
+    assert plan is not None
+    assert plan.slices.grid == (3, 20, 1)
+    assert plan.slices.extents == (512,)
+    assert plan.num_floats == 20 * 100 * 320
+    assert warpgroup_sliced_plan(matrix_of(QuantType.Q8_0, 320, 10_272), 100, gpu) is None
+    assert warpgroup_sliced_plan(matrix_of(QuantType.BF16, 320, 10_240), 100, gpu) is None
+    assert warpgroup_sliced_plan(low, 100, GPUS["ampere"]) is None
 
 
 def test_matrices_share_a_launch_where_each_tile_has_a_multiprocessor() -> None:
@@ -209,7 +223,10 @@ def _several_units(architecture: str) -> tuple[Unit, ...]:
     types = (QuantType.Q8_0, QuantType.Q6_K, QuantType.BF16)
     matrices = tuple(matrix_of(qtype, 640, 2560) for qtype in types)
     plan = warpgroup_several_plan(matrices, 100, GPUS["hopper"])
-    return () if plan is None or architecture != "sm_90a" else (plan.unit,)
+    sliced = warpgroup_sliced_plan(matrix_of(QuantType.Q8_0, 320, 10_240), 100, GPUS["hopper"])
+    assert plan is not None
+    assert sliced is not None
+    return (plan.unit, sliced.slices.unit) if architecture == "sm_90a" else ()
 
 
 @pytest.mark.gpu

@@ -63,6 +63,7 @@ from strata_cli.engine.kernels.warpgroup_plan import (
     grouped_warpgroup_plan,
     has_warpgroup_plan,
     warpgroup_plan,
+    warpgroup_sliced_plan,
 )
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import QuantType, dequantize, row_bytes
@@ -328,7 +329,8 @@ def _sliced_way(matrix: Matrix, tokens: int, room: int, gpu: Gpu) -> _Way | None
     """Slice by slice, where that is faster and there is room for their sums."""
     if room == NO_ROOM or not slices_are_faster(matrix, tokens):
         return None
-    plan = sliced_plan(matrix, tokens, gpu.shared_bytes)
+    plan = warpgroup_sliced_plan(matrix, tokens, gpu)
+    plan = plan or sliced_plan(matrix, tokens, gpu.shared_bytes)
     if plan.num_floats > room:
         return None
     slices, join = (each.launch(1, 1, early=True) for each in (plan.slices, plan.join))

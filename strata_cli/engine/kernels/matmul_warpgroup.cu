@@ -72,9 +72,10 @@ struct Warpgroups {
     Gates *gates;
     unsigned *rest;  // code book, then what the launch keeps
 
-    __device__ Warpgroups(const Product &all, unsigned char *shared)
+    // num_stages: of a row; 0: all of them.
+    __device__ Warpgroups(const Product &all, unsigned char *shared, int num_stages = 0)
         : product(all),
-          stages((all.cols + STAGE - 1) / STAGE),
+          stages(num_stages ? num_stages : (all.cols + STAGE - 1) / STAGE),
           x(shared),
           raw(x + X_SLOTS * X_SLOT_BYTES),
           gates(reinterpret_cast<Gates *>(raw + RAW_SLOTS * RAW_SLOT_BYTES)),
@@ -337,7 +338,7 @@ struct Warpgroups {
         }
     }
 
-    template <int NUM, class Book>
+    template <int NUM, bool IS_WHOLE, class Book>
     __device__ void multiply_tile(const Tile &tile, Rings &rings, Book book) const {
         Sums<NUM> sums;
         Own own;
@@ -371,10 +372,10 @@ struct Warpgroups {
                 for (int i = 0; i < NUM / 2; i++) sums.totals[i] += sums.of[i];
             }
         }
-        store(sums.totals, tile);
+        store<IS_WHOLE>(sums.totals, tile);
     }
 
-    template <int SIZE>
+    template <bool IS_WHOLE, int SIZE>
     __device__ void store(const float (&totals)[SIZE], const Tile &tile) const {
         const int t = threadIdx.x & 3, row = tile.first_row + own_row();
         float *to = product.out + row + static_cast<long long>(tile.first + 2 * t) * product.rows;
@@ -383,7 +384,7 @@ struct Warpgroups {
             const int half = i / 2 % 2, token = 8 * (i / 4) + i % 2;
             if (row + 8 * half < product.rows && 2 * t + token < tile.count)
                 to[static_cast<long long>(token) * product.rows + 8 * half] =
-                    totals[i] / GAIN<TYPE>;
+                    IS_WHOLE ? totals[i] / GAIN<TYPE> : totals[i];
         }
     }
 
@@ -393,15 +394,15 @@ struct Warpgroups {
         for (int i = 0; i < tiles.count; i++) {
             const Tile tile = tiles.tile(i);
             if constexpr (NUM != 0)
-                multiply_tile<NUM>(tile, rings, book);
+                multiply_tile<NUM, Tiles::IS_WHOLE>(tile, rings, book);
             else if (tile.count > 96)
-                multiply_tile<128>(tile, rings, book);
+                multiply_tile<128, Tiles::IS_WHOLE>(tile, rings, book);
             else if (tile.count > 64)
-                multiply_tile<96>(tile, rings, book);
+                multiply_tile<96, Tiles::IS_WHOLE>(tile, rings, book);
             else if (tile.count > 32)
-                multiply_tile<64>(tile, rings, book);
+                multiply_tile<64, Tiles::IS_WHOLE>(tile, rings, book);
             else
-                multiply_tile<32>(tile, rings, book);
+                multiply_tile<32, Tiles::IS_WHOLE>(tile, rings, book);
         }
     }
 
@@ -514,6 +515,33 @@ __global__ void __launch_bounds__(THREADS, 1)
                            static_cast<int>(slice2)};
     make_member<NUM, Sides...>(own, 0, x, static_cast<int>(tokens), static_cast<int>(cols), slices,
                                index, shared);
+}
+
+// warpgroup_slices: as matmul_warpgroup, but a block makes one slice of a tile's sums, where tiles
+// are few and rows long; join_slices (matmul_many.cu) adds them up. Slices are whole stages, all
+// full.
+//   -> sums [slices,T,N] f32; grid (token tiles * row tiles, slices)
+template <int TYPE, int LANE, int ALIGN, int X_SLOTS, int RAW_SLOTS, int NUM>
+__global__ void __launch_bounds__(THREADS, 1)
+    warpgroup_slices(const unsigned short *activations, const unsigned char *data, float *sums,
+                     long long tokens, long long rows, long long cols, long long slice) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    using Block = Warpgroups<TYPE, LANE, ALIGN, X_SLOTS, RAW_SLOTS>;
+    static_assert(Block::FULL);
+    const int first = blockIdx.y * static_cast<int>(slice);
+    const int length = min(static_cast<int>(slice), static_cast<int>(cols) - first);
+    const Block block({activations + first, sums + blockIdx.y * tokens * rows,
+                       static_cast<int>(rows), static_cast<int>(cols), static_cast<int>(slice)},
+                      shared, length / Block::STAGE);
+    const int num_tokens = tokens, token_tiles = (num_tokens + NUM - 1) / NUM;
+    block.open_gates();
+    const auto book = load_any_book<TYPE>(block.rest);
+    start_early();
+    __syncthreads();
+    const TileSlice own = {{data + Block::R::bytes(first), num_tokens,
+                            tokens_each(num_tokens, token_tiles), token_tiles,
+                            static_cast<int>(blockIdx.x)}};
+    block.template run<NUM>(own, book);
 }
 
 // grouped_warpgroup: pairs sorted by expert; any grid, whose blocks go round robin through the

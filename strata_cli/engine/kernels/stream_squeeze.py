@@ -22,9 +22,10 @@ from strata_cli.engine.kernels.products import (
     slice_cols,
     sliced_plan,
 )
-from strata_cli.engine.kernels.prompt_plan import has_thin_plan
+from strata_cli.engine.kernels.prompt_plan import Gpu, gpu_of, has_thin_plan
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.stream_read import INJECT_TOKENS, INJECT_WARPS, inject_parts
+from strata_cli.engine.kernels.warpgroup_plan import warpgroup_sliced_plan
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType
 
@@ -85,7 +86,7 @@ def squeeze_some(
     if inject is not None:
         rows = inject.weight.rows
         expect("squeeze_some parts", inject.parts, (inject_parts(width), tokens, rows))
-    plan = _plan(_matrix(down), tokens, stream.shared_bytes, num_streams, rows)
+    plan = _plan(_matrix(down), tokens, gpu_of(stream), num_streams, rows)
     numbers = (tokens, down.rows, down.cols)
     stream.launch(plan.multiply, plan.slices, rounded, down.data, scratch, *numbers)
     weights, parts = (down.data, scratch) if inject is None else (inject.weight.data, inject.parts)
@@ -102,9 +103,10 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _plan(matrix: Matrix, tokens: int, limit: int, num_streams: int, rows: int) -> _Plan:
+def _plan(matrix: Matrix, tokens: int, gpu: Gpu, num_streams: int, rows: int) -> _Plan:
     """Of a product and an inject of so many rows, 0: none."""
-    plan, cols = sliced_plan(matrix, tokens, limit), matrix.cols
+    plan, cols = warpgroup_sliced_plan(matrix, tokens, gpu), matrix.cols
+    plan = plan or sliced_plan(matrix, tokens, gpu.shared_bytes)
     num_slices, values = plan.join.extents
     joining = blocks(values, THREADS)
     jobs = inject_parts(cols) * blocks(tokens, INJECT_TOKENS) if rows else 0

@@ -17,6 +17,7 @@ __device__ inline int share_of(int tiles) {
 
 // The tiles of a block, of about equally many tokens; token tiles innermost.
 struct DenseTiles {
+    static constexpr bool IS_WHOLE = true;  // else one slice of the sums
     const unsigned char *matrix;
     int tokens, each, token_tiles, count;
 
@@ -29,15 +30,21 @@ struct DenseTiles {
 
 // The one tile of a block, among those of a matrix; token tiles innermost.
 struct OneTile {
+    static constexpr bool IS_WHOLE = true;
+    static constexpr int count = 1;
     const unsigned char *matrix;
     int tokens, each, token_tiles, index;
-    static constexpr int count = 1;
 
     __device__ Tile tile(int) const {
         const int first = index % token_tiles * each;
         return {matrix, index / token_tiles * ROWS, first, min(each, tokens - first)};
     }
     __device__ unsigned row_of(int pair) const { return pair; }
+};
+
+// The same, of one slice.
+struct TileSlice : OneTile {
+    static constexpr bool IS_WHOLE = false;
 };
 
 // The least multiple of eight that lets so many tiles hold the tokens.
@@ -95,6 +102,7 @@ using Experts = ExpertTiles<TOKENS>;
 
 // The tiles of a block, weight rows innermost.
 struct GroupedTiles {
+    static constexpr bool IS_WHOLE = true;
     Experts experts;
     const long long *blobs;
     const int *rows_of;

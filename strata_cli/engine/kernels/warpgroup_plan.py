@@ -12,10 +12,12 @@ from typing import NamedTuple
 from strata_cli.engine.kernels.products import (
     Matrix,
     Plan,
+    SlicedPlan,
     Unit,
     code_book,
     defines_of,
     slice_cols,
+    sliced_plan,
     unit_of,
 )
 from strata_cli.engine.kernels.prompt_plan import Gpu
@@ -28,6 +30,7 @@ TILE_ROWS = 128
 MOST_MATRICES = 6  # of a launch that makes several
 MOST_KINDS = 3
 TILE_TOKENS = 128
+SHORT_STAGE = 128  # k; long ones are twice that
 TOKENS = (128, 96, 64, 32)  # that a function is compiled for; the first of equally good ones
 DECODING_TOKENS = 64  # as long as it takes to multiply so many, a tile takes in any case
 THREADS = 512
@@ -170,6 +173,29 @@ def warpgroup_several_plan(matrices: tuple[Matrix, ...], tokens: int, gpu: Gpu) 
             *(0 for _ in range(MOST_KINDS - len(kinds))),
         ),
     )
+
+
+@lru_cache(maxsize=4096)
+def warpgroup_sliced_plan(matrix: Matrix, tokens: int, gpu: Gpu) -> SlicedPlan | None:
+    """``sliced_plan`` by warpgroups, a slice of a tile to a block; None: not of this matrix."""
+    is_full = BLOCK[matrix.qtype].weights > 1 and 4 * matrix.lane >= SHORT_STAGE
+    stage = 2 * SHORT_STAGE if _is_long(matrix) else SHORT_STAGE
+    if not is_full or matrix.cols % stage or not has_warpgroup_plan(matrix, gpu):
+        return None
+    slots = _slots(matrix, gpu, 0)
+    assert slots is not None
+    size = min((each for each in TOKENS if each >= tokens), default=TILE_TOKENS)
+    slice_width = slice_cols(matrix.qtype, matrix.cols)
+    tiles = blocks(matrix.rows, TILE_ROWS) * blocks(tokens, size)
+    numbers = (matrix.lane, matrix.align, *slots, size)
+    slices = Plan(
+        unit=unit_of("matmul_warpgroup.cu", "warpgroup_slices", matrix.qtype, *numbers),
+        grid=(tiles, blocks(matrix.cols, slice_width), 1),
+        block=(THREADS, 1, 1),
+        shared_bytes=warpgroup_shared_bytes(matrix, slots),
+        extents=(slice_width,),
+    )
+    return sliced_plan(matrix, tokens, gpu.shared_bytes)._replace(slices=slices)
 
 
 @lru_cache(maxsize=4096)
