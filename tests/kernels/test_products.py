@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata_cli.engine.kernels.few import can_share, few_plan
+from strata_cli.engine.kernels.few import GATED, can_share, few_plan
 from strata_cli.engine.kernels.products import (
     NARROW,
     WIDE,
@@ -159,7 +159,7 @@ def test_a_multiprocessor_holds_no_more_blocks_than_its_share() -> None:
         plan = few_plan((matrix_of(QuantType.Q8_0, rows, cols),), 1, 1, limit)
         assert plan.shared_bytes > limit // 2 or plan.grid[1] < 132
         assert plan.grid[1] <= 132
-    down = few_plan((matrix_of(QuantType.IQ4_NL, 2560, 640),), 10, 10, limit, 512, is_gated=True)
+    down = few_plan((matrix_of(QuantType.IQ4_NL, 2560, 640),), 10, 10, limit, 512, extra=GATED)
     assert down.grid[0] * down.grid[1] <= 2 * 132
     assert limit // 3 < down.shared_bytes <= limit // 2
 
@@ -172,8 +172,8 @@ def test_products_compile_for_every_architecture(architecture: str) -> None:
         few_plan((matrix,), 1, 1, 99 << 10).unit,
         few_plan((matrix_of(QuantType.F32, 512, 2560), matrix), 1, 1, 99 << 10).unit,
         few_plan((matrix, matrix), 1, 10, 99 << 10, 512).unit,
-        few_plan((matrix,), 1, 1, 99 << 10, is_gated=True).unit,
-        few_plan((matrix,), 10, 10, 99 << 10, 512, is_gated=True).unit,
+        few_plan((matrix,), 1, 1, 99 << 10, extra=GATED).unit,
+        few_plan((matrix,), 10, 10, 99 << 10, 512, extra=GATED).unit,
         grouped_many_plan(matrix, 20480, 512, 99 << 10).unit,
     )
     assert_they_compile(units if architecture in FIRSTS else units[:1], architecture)

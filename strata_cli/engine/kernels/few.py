@@ -69,6 +69,46 @@ class Way(NamedTuple):
     defines: tuple[str, ...] = ()
 
 
+class Extra(NamedTuple):
+    """What a launch does besides multiplying; zeros: nothing.
+
+    Attributes:
+        is_gated: of one matrix: what is multiplied is silu of x, perhaps times something.
+        streams: of one gated matrix that ``can_mix``: its products open so many streams.
+        taps: of several matrices and one token: the first one's products are convolved.
+        head_dim: of one matrix: what is multiplied are heads so wide, normed as they are loaded.
+        written: of one matrix and one token: its products are written to so many streams.
+    """
+
+    is_gated: bool = False
+    streams: int = 0
+    taps: int = 0
+    head_dim: int = 0
+    written: int = 0
+
+    def function(self, *, is_grouped: bool) -> str:
+        """Of one matrix, or of one of each expert."""
+        if self.head_dim:
+            return "normed_few"
+        if is_grouped:
+            return "gated_grouped_few" if self.is_gated else "grouped_few"
+        name = "gated_few" if self.is_gated else "matmul_few"
+        return f"{name}_mix" if self.streams else name
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Macros of matmul_few.cu."""
+        numbers = {
+            "MIXED_STREAMS": self.streams,
+            "CONV_TAPS": self.taps,
+            "WRITTEN_STREAMS": self.written,
+        }
+        return tuple(f"{name}={number}" for name, number in numbers.items() if number)
+
+
+GATED = Extra(is_gated=True)
+
+
 class _Kind(NamedTuple):
     """Matrices of a launch that are compiled for alike."""
 
@@ -390,12 +430,7 @@ def few_plan(
     limit: int,
     experts: int = 0,
     way: Way = Way(),  # noqa: B008  # frozen
-    *,
-    is_gated: bool = False,
-    streams: int = 0,
-    taps: int = 0,
-    head_dim: int = 0,
-    written: int = 0,
+    extra: Extra = Extra(),  # noqa: B008  # frozen
 ) -> Plan:
     """The few-row function for matrices that share x, or for those of each of several experts.
 
@@ -407,71 +442,68 @@ def few_plan(
         limit: shared memory that a block may have.
         experts: 0: no experts.
         way: other than the usual choice.
-        is_gated: of one matrix: what is multiplied is silu of x, perhaps times something.
-        streams: of one gated matrix that ``can_mix``: its products open so many streams.
-        taps: of several matrices and one token: the first one's products are convolved.
-        written: of one matrix and one token: its products are written to so many streams.
-        head_dim: of one matrix: what is multiplied are heads so wide, normed as they are loaded.
+        extra: what the launch does besides multiplying.
 
     Raises:
         DeviceError: nothing fits the shared memory.
     """
-    shape, num_blocks = _choose(matrices, tokens, segments, limit, experts, way, streams)
+    shape, num_blocks = _choose(matrices, tokens, segments, limit, experts, way, extra.streams)
     if not experts:
         segments = blocks(tokens, shape.columns)
-    warps = shape.teams * shape.team_warps
-    # So many that none loads activations twice in a row: two gated ones a thread, or two octets.
-    loads = (
-        blocks(matrices[0].cols, 2) if is_gated else blocks(matrices[0].cols, 16) * shape.columns
+    numbers = [shape.columns, shape.teams, shape.team_warps, shape.slots]
+    numbers += [shape.slot_chunks, shape.parts, shape.sums]
+    if experts:
+        numbers = [experts, *numbers]
+    elif len(matrices) > 1:
+        numbers = [*_of_several(matrices), *numbers]
+    for cut in shape.cuts:
+        numbers += cut[:6]
+    if len(matrices) > 1 and not experts:
+        numbers += [0] * (6 * (MOST_KINDS - len(shape.cuts)))
+    return Plan(
+        unit=_unit(matrices, shape, experts, way, extra),
+        grid=(segments, num_blocks, 1),
+        block=(WARP * (_num_warps(matrices[0].cols, shape, extra) + 1), 1, 1),
+        shared_bytes=shape.shared_bytes,
+        extents=tuple(numbers),
     )
-    warps = max(warps, min(USUAL_WARPS, blocks(loads, WARP)))
-    if head_dim:  # two a warp
-        warps = max(warps, min(NORM_WARPS, blocks(matrices[0].cols // head_dim * shape.columns, 2)))
+
+
+def _num_warps(cols: int, shape: _Shape, extra: Extra) -> int:
+    """Warps that multiply or load activations.
+
+    So many that none loads twice in a row: two gated activations a thread, or two octets, or two
+    heads a warp.
+    """
+    loads = blocks(cols, 2) if extra.is_gated else blocks(cols, 16) * shape.columns
+    warps = max(shape.teams * shape.team_warps, min(USUAL_WARPS, blocks(loads, WARP)))
+    if extra.head_dim:
+        warps = max(warps, min(NORM_WARPS, blocks(cols // extra.head_dim * shape.columns, 2)))
+    return warps
+
+
+def _of_several(matrices: tuple[Matrix, ...]) -> list[int]:
+    """Rows and kind of each matrix, and of those that a launch has room for beside them."""
     kinds = _kinds(matrices)
-    cuts = [number for cut in shape.cuts for number in cut[:6]]
-    own: tuple[int, ...] = ()
-    if len(matrices) == 1:
-        name = ("gated_" if is_gated else "") + (
-            "grouped_few" if experts else "few" if is_gated else "matmul_few"
-        )
-        name += "_mix" * (streams > 0)
-        name = "normed_few" if head_dim else name
-        parameters = f"{matrices[0].qtype.name}, {kinds[0].lane}, {shape.rows}, {kinds[0].align}"
-    elif experts:
-        name = "grouped_pair"
-        parameters = f"{matrices[0].qtype.name}, {kinds[0].lane}, {shape.rows}, {kinds[0].align}"
+    own = [number for m in matrices for number in (m.rows, kinds.index(_kind(m)))]
+    return own + [0] * (2 * (MOST_MATRICES - len(matrices)))
+
+
+def _unit(
+    matrices: tuple[Matrix, ...], shape: _Shape, experts: int, way: Way, extra: Extra
+) -> Unit:
+    kinds = _kinds(matrices)
+    if len(matrices) > 1 and not experts:
+        of_kinds = ", ".join(f"Kind<{kind.template}>" for kind in kinds)
+        function = f"matmul_several<{len(matrices)}, {shape.rows}, {of_kinds}>"
     else:
-        name = "matmul_several"
-        counts = (str(len(matrices)), str(shape.rows))
-        parameters = ", ".join((*counts, *(f"Kind<{kind.template}>" for kind in kinds)))
-        filled = (*matrices, *(None for _ in range(MOST_MATRICES - len(matrices))))
-        for matrix in filled:
-            own += (0, 0) if matrix is None else (matrix.rows, kinds.index(_kind(matrix)))
-        cuts += [0] * (6 * (MOST_KINDS - len(kinds)))
+        name = "grouped_pair" if len(matrices) > 1 else extra.function(is_grouped=experts > 0)
+        (kind,) = kinds
+        function = f"{name}<{kind.qtype.name}, {kind.lane}, {shape.rows}, {kind.align}>"
     defines = tuple(dict.fromkeys(d for kind in kinds for d in defines_of(kind.qtype)))
     defines += ("ONE_COLUMN=1",) * (shape.columns == 1)
     defines += ("SLICES_TOGETHER=1",) * _has_together(matrices, shape)
-    defines += (f"MIXED_STREAMS={streams}",) * (streams > 0)
-    defines += (f"CONV_TAPS={taps}",) * (taps > 0)
-    defines += (f"WRITTEN_STREAMS={written}",) * (written > 0)
-    return Plan(
-        unit=Unit(FEW_SOURCE, f"{name}<{parameters}>", defines + way.defines),
-        grid=(segments, num_blocks, 1),
-        block=(WARP * (warps + 1), 1, 1),
-        shared_bytes=shape.shared_bytes,
-        extents=(
-            *((experts,) if experts else ()),
-            *own,
-            shape.columns,
-            shape.teams,
-            shape.team_warps,
-            shape.slots,
-            shape.slot_chunks,
-            shape.parts,
-            shape.sums,
-            *cuts,
-        ),
-    )
+    return Unit(FEW_SOURCE, function, defines + extra.defines + way.defines)
 
 
 def can_mix(matrix: Matrix, tokens: int, segments: int, limit: int, streams: int) -> bool:

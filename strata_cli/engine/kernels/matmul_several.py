@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_PAIRS_PER_EXPERT, all_few
-from strata_cli.engine.kernels.few import FEW_COLUMNS, MOST_MATRICES, can_share, few_plan
+from strata_cli.engine.kernels.few import FEW_COLUMNS, MOST_MATRICES, Extra, can_share, few_plan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
 from strata_cli.engine.kernels.matmul_at_once import Output, matmul_at_once
@@ -132,7 +132,7 @@ def _launch_several(
     for product in products:
         expect("matmul out", product.out, (tokens, product.weight.rows))
     passes, num_taps = blocks(tokens, FEW_COLUMNS), 0 if taps is None else taps.shape[1]
-    plan = few_plan(matrices, tokens, passes, stream.shared_bytes, taps=num_taps)
+    plan = few_plan(matrices, tokens, passes, stream.shared_bytes, extra=Extra(taps=num_taps))
     filled = products + (products[0],) * (MOST_MATRICES - len(products))  # without rows of its own
     tensors = [tensor for each in filled for tensor in (each.weight.data, each.out)]
     if taps is not None and history is not None:

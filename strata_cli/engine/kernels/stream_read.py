@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS
-from strata_cli.engine.kernels.few import FEW_COLUMNS, can_mix, few_plan
+from strata_cli.engine.kernels.few import FEW_COLUMNS, Extra, can_mix, few_plan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.products import WARP, Matrix, Plan, dense_matrix, slice_cols
 from strata_cli.engine.kernels.prompt_plan import has_thin_plan
@@ -153,8 +153,8 @@ def matmul_silu_mix(
     expect("matmul_silu_mix normed", normed, (tokens, up.rows))
     expect("matmul_silu_mix out", out, (tokens, up.rows // num_streams))
     matrix, passes = _matrix(up), blocks(tokens, FEW_COLUMNS)
-    limit = stream.shared_bytes
-    plan = few_plan((matrix,), tokens, passes, limit, is_gated=True, streams=num_streams)
+    extra = Extra(is_gated=True, streams=num_streams)
+    plan = few_plan((matrix,), tokens, passes, stream.shared_bytes, extra=extra)
     numbers = (int(up.qtype), tokens, up.rows, up.cols)
     launch = plan.launch(1, 1, early=True)
     stream.launch(gpu_kernel(plan.unit), launch, low, up.data, normed, out, *numbers)

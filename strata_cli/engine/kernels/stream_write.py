@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from strata_cli.engine.device.base import KernelArgument, Launch, Stream, Tensor
-from strata_cli.engine.kernels.few import few_plan
+from strata_cli.engine.kernels.few import Extra, few_plan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.hyper import expect_inject
 from strata_cli.engine.kernels.moe import CombineOperands
@@ -68,8 +68,8 @@ def matmul_write(
     parts = expect_inject("matmul_write inject", write.inject, 1, num_streams)
     matrix = dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
     dim = 0 if heads is None else heads.weight.shape[0]
-    limit = stream.shared_bytes
-    plan = few_plan((matrix,), 1, 1, limit, head_dim=dim, written=num_streams)
+    extra = Extra(head_dim=dim, written=num_streams)
+    plan = few_plan((matrix,), 1, 1, stream.shared_bytes, extra=extra)
     arguments: list[KernelArgument] = [x]
     numbers = [int(weight.qtype), 1, size, weight.cols]
     if heads is not None:
