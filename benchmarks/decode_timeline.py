@@ -58,11 +58,13 @@ CHANGES = {
         ),
     ),
     "matmul_few.cu": (
+        ("    return found.count > 0;\n", f"    stamp({FOUND});\n    return found.count > 0;\n"),
+    ),
+    "few_block.cuh": (
         (  # grouped ones have waited before
             "    wait_for_launches_ahead();  // weights",
             "    if (!columns.source) wait_for_launches_ahead();  // weights",
         ),
-        ("    return found.count > 0;\n", f"    stamp({FOUND});\n    return found.count > 0;\n"),
         (
             "columns, gate, warps);\n    block_barrier();\n",
             f"columns, gate, warps);\n    stamp({LOADED});\n    block_barrier();\n"

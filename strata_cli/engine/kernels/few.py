@@ -1,7 +1,7 @@
 """How a GPU runs products with few activation rows: tiles, teams and the ring of matmul_few.cu.
 
 Nothing here decides bits. A launch makes one matrix, or several that share their activations. The
-layout of shared memory is stated in matmul_few.cu.
+layout of shared memory is stated in few_block.cuh.
 """
 
 from __future__ import annotations

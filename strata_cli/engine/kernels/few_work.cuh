@@ -145,6 +145,20 @@ struct Work {
     }
 };
 
+// That of one matrix, by so many blocks.
+template <int ROWS, class Kind>
+__device__ inline Work<ROWS, 1, Kind> work_of_one(const unsigned char *data, float *out,
+                                                  long long rows, long long cols, const Plan &plan,
+                                                  const Layout &layout, int blocks) {
+    Work<ROWS, 1, Kind> work;
+    work.matrices[0] = {data, out, static_cast<int>(rows), 0, 0};
+    work.plans[0] = plan;
+    work.layout = layout;
+    work.cols = static_cast<int>(cols);
+    work.number_tiles(blocks);
+    return work;
+}
+
 // Warps of a block that make a tile together.
 struct Team {
     int warps, number, warp, count;  // warp: of the calling thread, in the team; count: of teams

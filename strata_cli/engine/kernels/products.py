@@ -4,7 +4,7 @@ Functions give the same bits: ``few`` for a few activation rows, bound by memory
 prompts, bound by the tensor cores; those of warpgroup_plan.py too, on GPUs with wgmma. What decides
 the order of an output's sums, its slices and its lanes, depends on the matrix alone
 (``slice_cols``, ``lane_weights``); everything else here may be changed for speed. The layouts of
-shared memory are stated in matmul_few.cu and matmul_many.cu.
+shared memory are stated in few_block.cuh and matmul_many.cu.
 """
 
 from __future__ import annotations
