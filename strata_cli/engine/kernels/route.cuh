@@ -171,9 +171,11 @@ __device__ inline void route_in_order(const float *logits, int *ids, float *weig
                                       int *expert_start, int *row_of, int *pair_of, int tokens,
                                       int num_experts, int top_k, int *chosen) {
     const int warp = threadIdx.x / 32, threads = blockDim.x, num_pairs = tokens * top_k;
-    float *const scratch = reinterpret_cast<float *>(chosen + num_pairs);
-    Softmax *const softmax = reinterpret_cast<Softmax *>(scratch + num_pairs);
-    int *const candidates = reinterpret_cast<int *>(softmax + tokens);
+    // Candidates are done with before the barrier: loads of the experts chosen, several in one, may
+    // reach a few words behind them.
+    int *const candidates = chosen + num_pairs;
+    Softmax *const softmax = reinterpret_cast<Softmax *>(candidates + tokens * CANDIDATE_WORDS);
+    float *const scratch = reinterpret_cast<float *>(softmax + tokens);
     const auto row_at = [&](int token) {
         return logits + static_cast<long long>(token) * num_experts;
     };
