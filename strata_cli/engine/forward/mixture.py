@@ -18,6 +18,7 @@ from strata_cli.engine.kernels.choice import FEW_TOKENS
 from strata_cli.engine.kernels.float_pair import can_split_pair, matmul_float_pair
 from strata_cli.engine.kernels.mailbox import post_pairs, take_rows
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
+from strata_cli.engine.kernels.matmul_at_once import matmul_at_once
 from strata_cli.engine.kernels.matmul_gated import (
     can_gate,
     can_gate_pairs,
@@ -222,7 +223,8 @@ def _shared_of_some(
     """Enqueue the shared expert of rounded rows; room: float32 [T, F], overwritten."""
     hidden = Tensor.over(room.buffer, room.shape, np.float16, room.offset_bytes)
     matmul_swiglu_some(stream, rounded, weights.shared_gate, weights.shared_up, hidden)
-    matmul_some(stream, hidden, weights.shared_down, out)
+    if not matmul_at_once(stream, hidden, (Product(weights.shared_down, out),)):
+        matmul_some(stream, hidden, weights.shared_down, out)
 
 
 def _shared(model: ModelOnStream, gate: Tensor, up: Tensor, down: Weight, out: Tensor) -> None:

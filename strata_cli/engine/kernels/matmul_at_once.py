@@ -54,7 +54,7 @@ def matmul_at_once(stream: Stream, rounded: Tensor | None, products: Sequence[Ou
     Raises:
         ShapeError: extents or types do not fit.
     """
-    if not stream.shared_bytes or rounded is None or rounded.address % 16 or len(products) < 2:
+    if not stream.shared_bytes or rounded is None or rounded.address % 16:
         return False
     tokens, cols = rounded.shape[0], products[0].weight.cols
     way = _way(tuple(_matrix(each.weight) for each in products), tokens, gpu_of(stream))

@@ -52,7 +52,7 @@ def matmul_several(
     Raises:
         ShapeError: extents or types do not fit.
     """
-    if scratch is None and matmul_at_once(stream, rounded, products):
+    if len(products) > 1 and scratch is None and matmul_at_once(stream, rounded, products):
         return
     matrices = tuple(_matrix(product.weight) for product in products)
     for start, stop in _launches(matrices, x.shape[0] if stream.shared_bytes else 0):

@@ -10,9 +10,9 @@
 //
 // A tile is 16 weight rows: of one matrix, or eight of each of the two, whose sums then meet in one
 // lane, or four of each stream, whose sums meet in two lanes. One warp copies tile after tile into
-// a ring of slots (spans.cuh); teams of the others take tiles in turns, a slice to a warp, and add
-// the slices up together. All pairs of a group have their activations in shared memory once. Each
-// sum is made of the same operations in the same order as in matmul_few.cu.
+// a ring of slots (spans.cuh); teams of the others take tiles in turns, a slice to a warp, and the
+// first warp of a team adds the slices up. All pairs of a group have their activations in shared
+// memory once. Each sum is made of the same operations in the same order as in matmul_few.cu.
 #include "few_multiply.cuh"
 #include "math32.cuh"
 #include "overlap.cuh"
@@ -20,7 +20,7 @@
 #include "tiles.cuh"
 
 constexpr int TILE_ROWS = 16;
-constexpr int MOST_THREADS = 768;   // of a block: 23 warps that multiply, and one that copies
+constexpr int MOST_THREADS = 672;   // of a block: twenty warps that multiply, and one that copies
 constexpr int LOADS_AT_ONCE = 8;    // of a thread
 constexpr int PLANES_BARRIER = 15;  // of all warps that multiply; teams have those below
 
@@ -112,11 +112,12 @@ struct Some {
     Plan plan;
     Cut cut;
     Ring ring;
-    // Shared memory, in this order: the book, slots, x in the lanes' order, gates of slots and of
-    // teams, what slots hold, what the source keeps.
+    // Shared memory, in this order: the book, slots, x in the lanes' order, the slices' sums of
+    // every team, gates of slots and of teams, what slots hold, what the source keeps.
     unsigned *book;
     unsigned char *slots;
     uint4 *planes;
+    float4 *sums;
     unsigned long long *empty, *full;
     Held *held;
     int begin, end;  // the block's tiles
@@ -125,7 +126,9 @@ struct Some {
         book = reinterpret_cast<unsigned *>(shared);
         slots = reinterpret_cast<unsigned char *>(shared + Book::CHUNKS);
         planes = shared + Book::CHUNKS + ring.slots * ring.slot_chunks;
-        empty = reinterpret_cast<unsigned long long *>(planes + cols / 8 * (8 * GROUPS));
+        sums = reinterpret_cast<float4 *>(planes + cols / 8 * (8 * GROUPS));
+        const int set = (ring.team_warps - 1) * GROUPS * 32;
+        empty = reinterpret_cast<unsigned long long *>(sums + ring.teams * set);
         full = empty + ring.slots;
         held = reinterpret_cast<Held *>(full + ring.teams * ring.depth);
     }
@@ -173,31 +176,24 @@ struct Some {
 
     // -- the warps that multiply -----------------------------------------------------------------
 
-    // Activations of a group, by all these warps: 64 octets of a column at a time, several of such
-    // on their way.
-    __device__ void load_planes(const Group &own, int warps) const {
-        constexpr int AT_ONCE = LOADS_AT_ONCE / 2;
+    // Activations of a group, by all these warps.
+    __device__ void load_planes(const Group &own, int threads) const {
         const uint4 *from = reinterpret_cast<const uint4 *>(x);
-        const int lane = threadIdx.x & 31, octets = cols / 8, runs = (octets + 63) / 64;
+        const int octets = cols / 8, all = octets * own.count;
 #pragma unroll 1
-        for (int base = threadIdx.x / 32; base < runs * own.count; base += AT_ONCE * warps) {
-            uint4 v[AT_ONCE][2];
+        for (int base = threadIdx.x; base < all; base += LOADS_AT_ONCE * threads) {
+            uint4 v[LOADS_AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                const int at = min(base + i * warps, runs * own.count - 1), column = at / runs;
-                const int octet = 64 * (at - column * runs) + lane;
-                const long long row = source.row_of(own.first + column) * octets;
-                v[i][0] = from[row + min(octet, octets - 1)];
-                v[i][1] = from[row + min(octet + 32, octets - 1)];
+            for (int i = 0; i < LOADS_AT_ONCE; i++) {
+                const int at = min(base + i * threads, all - 1), column = at / octets;
+                const long long row = source.row_of(own.first + column);
+                v[i] = from[row * octets + (at - column * octets)];
             }
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                const int at = base + i * warps, column = at / runs;
-                const int octet = 64 * (at - column * runs) + lane;
-                if (at >= runs * own.count) break;
-                if (octet < octets) planes[place_of<LANE>(octet, column, own.count)] = v[i][0];
-                if (octet + 32 < octets)
-                    planes[place_of<LANE>(octet + 32, column, own.count)] = v[i][1];
+            for (int i = 0; i < LOADS_AT_ONCE; i++) {
+                const int at = base + i * threads, column = at / octets;
+                if (at < all)
+                    planes[place_of<LANE>(at - column * octets, column, own.count)] = v[i];
             }
         }
     }
@@ -262,149 +258,122 @@ struct Some {
             multiply_slice<1>(own, lines, from, column, steps, count, own_book);
     }
 
-    // Writes what a lane has of a tile: one of its columns and rows g, g + 8.
-    __device__ void write(int tile, const Group &own, int column, float a, float b) const {
-        constexpr float inverse_gain = 1.0f / GAIN<TYPE>;  // a power of two
-        const int n = tile * MATRIX_ROWS + (threadIdx.x & 31) / 4;
-        if (column >= own.count || n >= rows) return;
-        const long long to = static_cast<long long>(own.first + column) * rows + n;
-        a *= inverse_gain, b *= inverse_gain;
-        if constexpr (MATRICES == 2) {
-            static_cast<unsigned short *>(out)[to] = half_of(silu32(a) * b);
-        } else {
-            static_cast<float *>(out)[to] = a;
-            if (n + 8 < rows) static_cast<float *>(out)[to + 8] = b;
+    // Writes a tile; the columns of a lane are 2t and 2t + 1 of each eight.
+    __device__ void write(const Sums &totals, int tile, const Group &own) const {
+        if constexpr (MATRICES == 4) {
+            mix(totals, tile, own);
+            return;
         }
+        constexpr float inverse_gain = 1.0f / GAIN<TYPE>;  // a power of two
+        const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3;
+        const int n = tile * MATRIX_ROWS + g;
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int column = 8 * j + 2 * t + i;
+                if (column >= own.count) continue;
+                const long long to = static_cast<long long>(own.first + column) * rows + n;
+                const float a = totals[j][i] * inverse_gain, b = totals[j][2 + i] * inverse_gain;
+                if constexpr (MATRICES == 2) {
+                    if (n < rows) static_cast<unsigned short *>(out)[to] = half_of(silu32(a) * b);
+                } else {
+                    if (n < rows) static_cast<float *>(out)[to] = a;
+                    if (n + 8 < rows) static_cast<float *>(out)[to + 8] = b;
+                }
+            }
     }
 
-    // Opens the streams by eight columns of a tile of gates. A lane has those of streams 0 and 2,
-    // or 1 and 3, of two columns; it takes one of these, and has the other two gates from lane
-    // ^ 16.
-    __device__ void mix(int tile, const Group &own, int j, const float (&sums)[4]) const {
+    // Opens the streams by a tile of gates. A lane has those of streams 0 and 2, or 1 and 3, of two
+    // columns; it takes one of these columns, and has the other two gates from lane ^ 16.
+    __device__ void mix(const Sums &totals, int tile, const Group &own) const {
         constexpr float inverse_gain = 1.0f / GAIN<TYPE>;
         const int g = (threadIdx.x & 31) / 4, t = threadIdx.x & 3, odd = g / 4;
-        const int n = tile * MATRIX_ROWS + g % 4, column = 8 * j + 2 * t + odd;
-        float gates[4];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float first = sums[2 * half], second = sums[2 * half + 1];
-            const float kept = odd ? second : first;
-            const float other = __shfl_xor_sync(ALL_LANES, odd ? first : second, 16);
-            gates[2 * half] = odd ? other : kept;
-            gates[2 * half + 1] = odd ? kept : other;
-        }
-        if (column >= own.count || n >= rows) return;
-        const long long pair = own.first + column;
-        float total = 0.0f;
-#pragma unroll
-        for (int s = 0; s < 4; s++)
-            total = fmaf(sigmoid_fast(gates[s] * inverse_gain), normed[(4 * pair + s) * rows + n],
-                         total);
-        const float mixed = total * 0.25f;
-        static_cast<float *>(out)[pair * rows + n] = mixed;
-        rounded[pair * rows + n] = half_of(mixed);
-    }
-
-    // A tile of one slice.
-    __device__ void finish(int tile, const Group &own, Sums &sums) const {
+        const int n = tile * MATRIX_ROWS + g % 4;
 #pragma unroll
         for (int j = 0; j < GROUPS; j++) {
+            float gates[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) sums[j][i] = 0.0f + sums[j][i];
-            if constexpr (MATRICES == 4) {
-                mix(tile, own, j, sums[j]);
-            } else {
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-                    write(tile, own, 8 * j + 2 * (threadIdx.x & 3) + i, sums[j][i], sums[j][2 + i]);
+            for (int half = 0; half < 2; half++) {
+                const float first = totals[j][2 * half], second = totals[j][2 * half + 1];
+                const float kept = odd ? second : first;
+                const float other = __shfl_xor_sync(ALL_LANES, odd ? first : second, 16);
+                gates[2 * half] = odd ? other : kept;
+                gates[2 * half + 1] = odd ? kept : other;
             }
+            const int column = 8 * j + 2 * t + odd;
+            if (column >= own.count || n >= rows) continue;
+            const long long pair = own.first + column;
+            float total = 0.0f;
+#pragma unroll
+            for (int s = 0; s < 4; s++)
+                total = fmaf(sigmoid_fast(gates[s] * inverse_gain),
+                             normed[(4 * pair + s) * rows + n], total);
+            const float mixed = total * 0.25f;
+            static_cast<float *>(out)[pair * rows + n] = mixed;
+            rounded[pair * rows + n] = half_of(mixed);
         }
     }
 
-    // Value i of the calling lane in group j: the slices' added up.
-    __device__ float sum_of(const float *parts, int j, int i) const {
-        const float *own = parts + (32 * j + (threadIdx.x & 31)) * 4 + i;
-        float total = 0.0f;
-#pragma unroll 5
-        for (int slice = 0; slice < ring.team_warps; slice++) total += own[slice * GROUPS * 128];
-        return total;
+    __device__ static void store(float4 *to, const Sums &own) {
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++)
+            to[32 * j + (threadIdx.x & 31)] =
+                make_float4(own[j][0], own[j][1], own[j][2], own[j][3]);
     }
 
-    // A tile of several slices, whose sums lie in shared memory, by all warps of a team.
-    __device__ void finish(int tile, const Group &own, const float *parts, const Team &team) const {
-        if constexpr (MATRICES == 4) {
-#pragma unroll 1
-            for (int j = team.warp; j < GROUPS; j += team.warps) {
-                float sums[4];
+    __device__ static void add(Sums &totals, const float4 *from) {
 #pragma unroll
-                for (int i = 0; i < 4; i++) sums[i] = sum_of(parts, j, i);
-                mix(tile, own, j, sums);
-            }
-        } else {
-#pragma unroll 1
-            for (int unit = team.warp; unit < 2 * GROUPS; unit += team.warps) {
-                const int j = unit / 2, i = unit % 2;
-                if (8 * j >= own.count) break;
-                write(tile, own, 8 * j + 2 * (threadIdx.x & 3) + i, sum_of(parts, j, i),
-                      sum_of(parts, j, 2 + i));
-            }
+        for (int j = 0; j < GROUPS; j++) {
+            const float4 more = from[32 * j + (threadIdx.x & 31)];
+            totals[j][0] += more.x, totals[j][1] += more.y;
+            totals[j][2] += more.z, totals[j][3] += more.w;
         }
     }
 
-    // Where a team is in the ring, and in its gates.
-    struct Place {
-        int slot, gate;
-        unsigned parity;
-    };
-
-    __device__ void go_on(Place &place) const {
-        place.slot += ring.teams;
-        if (place.slot >= ring.slots) place.slot -= ring.slots;
-        if (++place.gate == ring.depth) place.gate = 0, place.parity ^= 1;
-    }
-
-    // A tile by the calling team. The sums of several slices take the place of the rows that they
-    // were made of.
+    // The block's tile `local` by the calling team.
     template <class OwnBook>
-    __device__ void make_tile(const Team &team, const Place &place, int tile, const Group &own,
+    __device__ void make_tile(const Team &team, int local, int tile, const Group &own,
                               OwnBook own_book) const {
-        unsigned char *const slot = slots + place.slot * ring.slot_chunks * 16;
-        pass_gate(full + team.number * ring.depth + place.gate, place.parity);
-        Sums sums;
-        make_slice(sums, held[place.slot], slot, team.warp, own.count, own_book);
-        if (team.warps > 1) {
-            float4 *const parts = reinterpret_cast<float4 *>(slot);
-            team.wait();
-#pragma unroll
-            for (int j = 0; j < GROUPS; j++)
-                parts[(team.warp * GROUPS + j) * 32 + (threadIdx.x & 31)] =
-                    make_float4(sums[j][0], sums[j][1], sums[j][2], sums[j][3]);
-            team.wait();
-            finish(tile, own, reinterpret_cast<const float *>(parts), team);
-            fence_async_copies();
-        }
+        const int round = local / ring.teams, slot = local % ring.slots;
+        const int turns = round / ring.depth, gate = round - turns * ring.depth;
+        const unsigned char *from = slots + slot * ring.slot_chunks * 16;
+        float4 *const own_sums = sums + team.number * (team.warps - 1) * GROUPS * 32;
+        pass_gate(full + team.number * ring.depth + gate, turns & 1);
+        Sums totals;
+        make_slice(totals, held[slot], from, team.warp, own.count, own_book);
         __syncwarp();
-        if ((threadIdx.x & 31) == 0) arrive(empty + place.slot);
-        if (team.warps == 1) finish(tile, own, sums);
+        if ((threadIdx.x & 31) == 0) arrive(empty + slot);
+        team.wait();  // the first warp has added up the tile before
+        if (team.warp > 0) store(own_sums + (team.warp - 1) * GROUPS * 32, totals);
+        team.wait();
+        if (team.warp > 0) return;
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) totals[j][i] = 0.0f + totals[j][i];
+#pragma unroll 1
+        for (int slice = 1; slice < team.warps; slice++)
+            add(totals, own_sums + (slice - 1) * GROUPS * 32);
+        write(totals, tile, own);
     }
 
     __device__ void make_tiles(const Team &team) const {
         const auto own_book = Book::of_lane(book);
         const int threads = 32 * ring.teams * ring.team_warps;
-        Place place = {team.number, 0, 0};
 #pragma unroll 1
         for (int unit = begin; unit < end;) {
             const int number = unit / tiles, stop = min(end, (number + 1) * tiles) - begin;
             const Group own = source.group(number);
             team_barrier(PLANES_BARRIER, threads);  // nobody needs the planes of the group before
-            load_planes(own, threads / 32);
+            load_planes(own, threads);
             team_barrier(PLANES_BARRIER, threads);
             const int late = (unit - begin) % ring.teams;
             int local = unit - begin - late + team.number;
             if (team.number < late) local += ring.teams;
 #pragma unroll 1
-            for (; local < stop; local += ring.teams, go_on(place))
-                make_tile(team, place, begin + local - number * tiles, own, own_book);
+            for (; local < stop; local += ring.teams)
+                make_tile(team, local, begin + local - number * tiles, own, own_book);
             unit = begin + stop;
         }
     }

@@ -32,7 +32,7 @@ from strata_cli.errors import DeviceError
 
 SOME_SOURCE = "matmul_some.cu"
 CAPABILITY = (9, 0)  # the least that copies runs of bytes
-MOST_WARPS = 23  # that multiply: 24 find room with 80 registers of each thread
+MOST_WARPS = 20  # that multiply
 TILE_ROWS = 16  # weight rows, of one matrix, of two, or of four streams
 STREAMS = 4  # that can be mixed
 ENDS = {1: "some", 2: "swiglu", STREAMS: "mix"}  # of functions' names, by matrices of a tile
@@ -40,7 +40,7 @@ GROUPS = (4, 2, 1)  # of eight pairs whose activations a block may hold
 MOST_DEPTH = 4  # tiles of a team that are in shared memory or on their way
 GATE_BYTES = 8
 HELD_BYTES = 4 * 17  # what a slot holds
-SUMS_BYTES = 16 * WARP  # of a slice of a tile, of eight pairs; they take its slot
+SUMS_BYTES = 16 * WARP  # of a slice of a tile, of eight pairs
 
 
 class _Shape(NamedTuple):
@@ -73,13 +73,13 @@ def _shape(
     slot_chunks, known = matrices * cut.slot_chunks, 6 * (experts + 1)
     most = MOST_WARPS // slices
     for groups in candidates:
-        for teams in range(most, most * 3 // 5 if groups > 1 else 0, -1):
+        for teams in range(most, most * 2 // 3 if groups > 1 else 0, -1):
+            sums = teams * (slices - 1) * groups * SUMS_BYTES
             planes = 16 * groups * matrix.cols
-            fixed = book_bytes(matrix.qtype) + planes + known + teams * GATE_BYTES
+            fixed = book_bytes(matrix.qtype) + planes + sums + known + teams * GATE_BYTES
             each = 16 * slot_chunks + HELD_BYTES + 2 * GATE_BYTES
             slots = min((gpu.shared_bytes - fixed) // each, MOST_DEPTH * teams)
-            has_room = slices == 1 or slices * groups * SUMS_BYTES <= 16 * slot_chunks
-            if has_room and slots >= teams + max(1, teams // 4):
+            if slots >= teams + max(1, teams // 4):
                 numbers = slots, slot_chunks, cut.span_shift, cut.chunks
                 return _Shape(groups, teams, slices, *numbers, fixed + slots * each)
     return None
