@@ -146,6 +146,7 @@ __global__ void __maxnreg__(FEWER_REGISTERS)
     extern __shared__ uint4 shared[];
     const NormedStreams gate = {norm, normed, eps, static_cast<int>(size),
                                 static_cast<int>(blocks)};
+    gate.fetch_weight(static_cast<int>(cols));
     const int others = static_cast<int>(blockIdx.y) - static_cast<int>(blocks);
     if (others >= 0) {
         const ThinRows all = {inject, static_cast<int>(streams), static_cast<int>(cols),

@@ -3,6 +3,7 @@
 #pragma once
 #include "activations.cuh"
 #include "bulk.cuh"
+#include "overlap.cuh"
 #include "streams.cuh"
 
 constexpr int MOST_STREAMS = 6;
@@ -16,6 +17,12 @@ struct NormedStreams {
     float *normed;        // [S,D]
     float eps;
     int size, blocks;  // D; blocks that write normed, a part each
+
+    // Last read a token ago: no longer in the cache.
+    __device__ void fetch_weight(int cols) const {
+        const int own = 32 * (blockIdx.y * blockDim.x + threadIdx.x);
+        if (own < cols) fetch_ahead(weight + own);
+    }
 
     // Quads of normed streams, by the first `warps` warps: put(k, v), for element k on. The order
     // of sums is that of Quads (hyper.cu).
