@@ -20,7 +20,7 @@ from strata_cli.engine.device.host_memory import HostBuffer
 from strata_cli.engine.device.host_stream import HostStream
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, Sequence
-from strata_cli.engine.experts import sizing, waiting
+from strata_cli.engine.experts import waiting
 from strata_cli.engine.experts.sizing import SELECTED_RING_SLOTS
 from strata_cli.engine.experts.streaming import ChunkStream
 from strata_cli.engine.forward import mixture
@@ -157,8 +157,7 @@ def test_what_one_prompt_brought_is_there_for_the_next(
     separate: Path, device_name: str, separate_talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as the slots are lent: here 24, of which short prompts have a ring of 16."""
-    for module in (prompt_stream, sizing):
-        monkeypatch.setattr(module, "SELECTED_RING_SLOTS", 16)
+    monkeypatch.setattr(prompt_stream, "SPARE_RING_SLOTS", 16)
     way = Way(cache=60, least=36, is_likely=True, foresees=True)
     copied = []
     with way.open(separate, device_name) as engine, engine.sequence() as sequence:

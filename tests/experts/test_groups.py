@@ -92,14 +92,6 @@ def test_a_third_group_waits_for_the_first(device: Device, monkeypatch: pytest.M
     assert issuer.awaited == released[:2]
 
 
-def test_where_few_are_routed_groups_wait_for_copies_alone(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, issuer, released = groups_of(device, monkeypatch, 0, ConsumerRules(group=10, completes=True))
-    assert len(released) == 4
-    assert not issuer.awaited
-
-
 def test_groups_of_a_fixed_size_wait_for_copies_alone(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,6 @@ from strata_cli.errors import ShapeError
 
 GROUP_EXPERTS = 16
 GROUPS_AHEAD = 2  # enqueued and unread: the device never waits for us, and we not for it too soon
-ALL_AHEAD = 32  # where few are routed: the next layer is to be enqueued as this one's copies land
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +30,7 @@ class ConsumerRules:
     Attributes:
         group: experts of a group that waits for copies.
         takes_landed: make a group longer by what has landed already, up to half of the ring, and
-            begin none while two are enqueued and unread: until then more will have landed. More
-            of them may be where the list is completed.
+            begin none while two are enqueued and unread: until then more will have landed.
         kept: where blobs are kept for the next chunk; None: nowhere.
         completes: what is routed and not listed is added to a layer's list when it is published.
     """
@@ -82,7 +80,6 @@ class Consumer:
         self._rules = rules
         self._staged = staged
         self._trace = ReadTrace(ring)
-        self._most_ahead = ALL_AHEAD if rules.completes else GROUPS_AHEAD
         self.lists_routed = not (entries.is_begun or entries.is_complete)
         self._row = np.zeros(ranking.num_experts, np.bool_)
         self._elsewhere: NDArray[np.integer] | None = None
@@ -167,7 +164,7 @@ class Consumer:
         at = 0
         while at < len(routed):
             self._give_back(routed[at])
-            if len(enqueued) == self._most_ahead and self._rules.takes_landed:
+            if len(enqueued) == GROUPS_AHEAD and self._rules.takes_landed:
                 self._issuer.await_event(enqueued.popleft(), f"experts of layer {layer}")
             stop = self._group_end(routed, at)
             if stretches is not None:

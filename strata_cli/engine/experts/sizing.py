@@ -13,6 +13,7 @@ ADDRESS_BYTES = 8  # of a pair, in the table that kernels read
 STREAM_MIN_TOKENS = 512  # 955 tokens took twice as long through the small ring as 1,046 ahead
 LEAST_RING_SLOTS, MOST_RING_SLOTS = 16, 512  # of a ring that is ahead of the routing
 SELECTED_RING_SLOTS = 64  # a layer of few tokens that is computed, and what comes meanwhile
+SPARE_RING_SLOTS = 128  # 2 ms of 42 less, where so many are lent anyway; more are 3 ms to fill
 PINNED_RING_SLOTS, STAGED_RING_SLOTS = 384, 96
 PINNED_SHARE = 0.9  # with less, most copies wait for the stager, and a long ring is of no use
 RING_BYTES = PINNED_RING_SLOTS * 1_382_400  # so many Q2_0 blobs of a full model

@@ -23,7 +23,7 @@ from strata_cli.engine.experts.order import (
     expected_use,
 )
 from strata_cli.engine.experts.ring import Ring
-from strata_cli.engine.experts.sizing import LONG_CHUNK_TOKENS, SELECTED_RING_SLOTS, RingRules
+from strata_cli.engine.experts.sizing import LONG_CHUNK_TOKENS, SPARE_RING_SLOTS, RingRules
 from strata_cli.engine.experts.store import ExpertStore
 from strata_cli.engine.experts.streaming import (
     SMALL_RING_SLOTS,
@@ -40,7 +40,7 @@ from strata_cli.errors import DeviceError
 
 DEFAULT_RING = RingRules()
 DEFAULT_STREAM = StreamOptions()
-SHORT_TOKENS = 64  # so few use most blobs once: kernels may as well read them over the link
+SHORT_TOKENS = 32  # so few use most blobs once: kernels may as well read them over the link
 ORDER_CLASSES = 16  # of likelihood; neighbours within one are copied together
 
 
@@ -258,8 +258,8 @@ class PromptStream:
         if self._kept is None or (is_short and self._setting.store.is_all_in_place):
             return 0
         if self._rules.selects(num_tokens, self._share):
-            most = self._rules.ring.slots or SELECTED_RING_SLOTS
-            return min(most, self._ring_slots)
+            most = self._rules.ring.slots or SPARE_RING_SLOTS
+            return min(most, self._kept.slots.shape[0])
         if is_short or num_tokens < self._rules.ring.stream_min:
             return min(SMALL_RING_SLOTS, self._ring_slots)
         return self._ring_slots
