@@ -204,6 +204,7 @@ class PromptCache:
 
     def keep_prefixes(self, live: Sequence[int]) -> None:
         """Forget every checkpoint whose tokens are no prefix of the live ones."""
+        live = tuple(live)  # once: a list would be made one for each of them
         self._forget(kept for kept in self._checkpoints if not is_prefix(kept.ids, live))
 
     def _fits(self) -> bool:
@@ -221,4 +222,5 @@ class PromptCache:
 
 def is_prefix(prefix: Sequence[int], ids: Sequence[int]) -> bool:
     """Whether the ids begin with the prefix."""
-    return tuple(prefix) == tuple(ids[: len(prefix)])
+    part = ids[: len(prefix)]
+    return part == prefix if type(part) is type(prefix) else tuple(part) == tuple(prefix)

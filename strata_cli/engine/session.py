@@ -256,7 +256,7 @@ class Session:
 
     def _want(self, ids: list[int], *, logits: bool) -> Want:
         """A canonical read goes on from exact states alone, others from any."""
-        return Want(ids, logits=logits, exact=self.engine.is_canonical)
+        return Want(tuple(ids), logits=logits, exact=self.engine.is_canonical)
 
     def _go_to(self, want: Want, *, reuse: bool) -> Checkpoint | None:
         """Rewind the live sequence to the longest known prefix of the ids.
