@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--slots", type=int, default=1, help="of the expert cache")
     parser.add_argument("--ahead", type=int, help="slots for what the next layer may miss")
-    parser.add_argument("--threads", default="", help="of the pool; two fewer than processors")
+    parser.add_argument("--threads", default="", help="of the pool; five eighths of the processors")
     parser.add_argument("--pcie-frac", default="auto", help="share of misses that the link carries")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--json", type=Path)

@@ -173,12 +173,13 @@ class StrataConfig:
     pcie_frac: float | None = setting(
         1.0,
         "Share of the experts that a step does not find in the cache which the GPU reads over its "
-        "link; processors compute the others. auto balances both. Always 1 in canonical reads.",
+        "link; processors compute the others. auto balances both, where that turns out to pay. "
+        "Always 1 in canonical reads.",
         parse=auto_or_share,
     )
     pool_workers: int = setting(
         0,
-        "Threads that compute them; auto is two fewer than there are processors.",
+        "Threads that compute them; auto is five eighths of the processors.",
         parse=auto_or_threads,
     )
     prefill_stream_min: int = setting(

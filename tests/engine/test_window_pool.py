@@ -96,11 +96,12 @@ def test_on_the_host_device_the_threads_compute_the_same_bits(
     path: Path, truth: Floats, way: str
 ) -> None:
     with WAYS[way].open(path, "host") as engine:
-        for _ in range(2):
+        for sequence_number in range(2):
             with engine.sequence() as sequence:
                 assert same(sequence.prefill(PROMPT), truth[0])
                 assert same(answer(sequence), truth[1:])
-                assert not sequence.is_exact
+                # An automatic share is tried first; as it suits, steps then have none.
+                assert not sequence.is_exact or (way == "as suits" and sequence_number)
         counts = counts_of(engine)
         assert counts.routed == counts.windows * NUM_LAYERS * TOP_K
         assert counts.hits + counts.pcie + counts.cpu == counts.routed

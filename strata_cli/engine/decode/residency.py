@@ -86,6 +86,15 @@ class Residency:
         """Whether a window may compute otherwise than an exact one does."""
         return self._sharing is not None
 
+    def wants_feed(self, num_rows: int) -> bool:
+        """Whether the next window of so many rows is to be run with feed(), if it may be."""
+        return self._sharing is not None and self._sharing.is_wanted(num_rows)
+
+    def note_time(self, num_rows: int, seconds: float) -> None:
+        """How long a window took that might have been run with feed(), as wants_feed() said."""
+        if self._sharing is not None:
+            self._sharing.note(num_rows, seconds)
+
     def feed(self, num_rows: int) -> ExpertFeed | None:
         """What a window that need not be exact gets its experts from; None: they are as placed."""
         return None if self._sharing is None else self._sharing.feed(num_rows)

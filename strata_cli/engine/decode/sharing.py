@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_cli.engine.decode.pool_gate import PoolGate
 from strata_cli.engine.device.base import Device, Stream, Tensor
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.engine.experts.store import ExpertStore
@@ -23,7 +25,8 @@ class ShareRules:
     Attributes:
         tail_skip: rank, from 0, from which on they are left out; 0: none is.
         link_share: share of the others that the device reads over its link, 0..1; the host's
-            processor computes the rest. None: so that both end together.
+            processor computes the rest. None: so that both end together, in windows in which that
+            turns out to pay.
     """
 
     tail_skip: int = 0
@@ -58,7 +61,8 @@ class Sharing:
         self._store = store
         self._rules = rules
         self._pool = pool
-        top_k = forward.spec.num_experts_per_tok
+        self._top_k = top_k = forward.spec.num_experts_per_tok
+        self._gates: defaultdict[int, PoolGate] = defaultdict(PoolGate)
         least_dropped = rules.tail_skip or top_k
         whole = device.resident(np.array([SHARES], np.int32).view(np.uint8))
         slots = store.cache.slot_range
@@ -73,6 +77,23 @@ class Sharing:
                 pool.patience_ns,
             )
         self._blob_bytes = float(np.mean([layout.nbytes for layout in store.layouts]))
+
+    def is_wanted(self, num_rows: int) -> bool:
+        """Whether the next window of so many rows is to be one of feed(), if it need not be exact.
+
+        It is not where an automatic share turned out not to pay.
+        """
+        return not self._is_free(num_rows) or self._gates[num_rows].is_open
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        """How long a window took that need not be exact, as is_wanted() said."""
+        if self._is_free(num_rows):
+            self._gates[num_rows].add(seconds)
+
+    def _is_free(self, num_rows: int) -> bool:
+        """Whether it is left to this to share anything out."""
+        leaves_out = self._plain.least_dropped < self._top_k
+        return self._rules.link_share is None and not leaves_out and self._has_pool(num_rows)
 
     def feed(self, num_rows: int) -> ExpertFeed:
         """What a window gets its experts from."""
