@@ -15,7 +15,7 @@ from strata_cli.engine.forward.on_stream import ModelOnStream
 from strata_cli.engine.forward.weights import MoeWeights
 from strata_cli.engine.kernels import moe
 from strata_cli.engine.kernels.choice import FEW_TOKENS
-from strata_cli.engine.kernels.float_pair import can_split_pair, matmul_float_pair
+from strata_cli.engine.kernels.float_pair import can_split_pair, route_by_slices
 from strata_cli.engine.kernels.mailbox import post_pairs, take_rows
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
 from strata_cli.engine.kernels.matmul_at_once import matmul_at_once
@@ -177,7 +177,7 @@ def _before_routing(
     stream, num, x = model.stream, read.values.shape[0], read.values
     first, second, scratch = *products[:2], model.workspace.take_all("expert_gate")
     if can_split_pair(stream, x, first.weight, second.weight, scratch):
-        matmul_float_pair(stream, x, first, second, scratch, routing)
+        route_by_slices(stream, x, first, second, scratch, *routing)
         return _Begun(products[2:], is_routed=True)
     if num <= FEW_TOKENS or can_launch_together(stream, products, num):
         matmul_several(stream, x, (*products, *foreseen), read.rounded)

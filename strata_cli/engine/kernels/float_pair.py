@@ -1,7 +1,7 @@
-"""Two products with float32 weights of the same rows, slice by slice: a router, and a gate's row.
+"""A router and another row of float32 weights, slice by slice, and the routing of some tokens.
 
 A hundred tokens make a few tiles of a router, each of which would take its columns one after the
-other on one multiprocessor. Bits are those of ``matmul``.
+other on one multiprocessor. Bits are those of ``matmul`` and ``route``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Product
 from strata_cli.engine.kernels.moe import CANDIDATE_WORDS, ROUTE_IN_REGISTERS
 from strata_cli.engine.kernels.products import (
-    JOIN_THREADS,
     WARP,
     Matrix,
     Unit,
@@ -36,17 +35,14 @@ from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType
 
 SPLIT_SOURCE = "matmul_split.cu"
-JOIN = Unit(SPLIT_SOURCE, "join_pair", ())
 ROUTE_THREADS = 128  # of a block that adds up a token's logits, and routes it
 
 
 class _Plan(NamedTuple):
-    """Two launches, and slices between them."""
+    """The launch that makes slices, and how many."""
 
-    multiply: Kernel
-    slices: Launch
-    add: Kernel
-    join: Launch
+    kernel: Kernel
+    launch: Launch
     num_slices: int
 
 
@@ -55,7 +51,7 @@ def _plan(first: Matrix, second: Matrix, tokens: int) -> _Plan:
     width = slice_cols(QuantType.F32, first.cols)
     num_slices = blocks(first.cols, width)
     tiles = sum(blocks(matrix.rows, SPLIT_ROWS) for matrix in (first, second))
-    slices = Launch(
+    launch = Launch(
         items=1,
         grid=(blocks(tokens, SPLIT_ROWS), tiles, num_slices),
         block=(SPLIT_WARPS * WARP, 1, 1),
@@ -63,22 +59,14 @@ def _plan(first: Matrix, second: Matrix, tokens: int) -> _Plan:
         extents=(tokens, first.rows, second.rows, first.cols, width),
         early=True,
     )
-    values = tokens * first.rows, tokens * second.rows
-    join = Launch(
-        items=1,
-        grid=(blocks(sum(values), JOIN_THREADS), 1, 1),
-        block=(JOIN_THREADS, 1, 1),
-        extents=(num_slices, *values),
-        early=True,
-    )
-    multiply = gpu_kernel(Unit(SPLIT_SOURCE, f"split_pair<{first.lane}, 2, 2>", ()))
-    return _Plan(multiply, slices, gpu_kernel(JOIN), join, num_slices)
+    kernel = gpu_kernel(Unit(SPLIT_SOURCE, f"split_pair<{first.lane}, 2, 2>", ()))
+    return _Plan(kernel, launch, num_slices)
 
 
 def can_split_pair(
     stream: Stream, x: Tensor, first: Weight, second: Weight, scratch: Tensor
 ) -> bool:
-    """Whether ``matmul_float_pair`` takes them, and first: more than few tokens, and on a GPU."""
+    """Whether ``route_by_slices`` takes them, and first: more than few tokens, and on a GPU."""
     tokens = x.shape[0]
     if not stream.shared_bytes or not FEW_TOKENS < tokens <= SLICED_FLOAT_TOKENS:
         return False
@@ -88,42 +76,39 @@ def can_split_pair(
     return is_pair and has_split_plan(own, x.address, gpu_of(stream)) and has_room <= scratch.size
 
 
-def matmul_float_pair(
+def route_by_slices(
     stream: Stream,
     x: Tensor,
     first: Product,
     second: Product,
     scratch: Tensor,
-    routing: tuple[Tensor, Tensor] | None = None,
+    ids: Tensor,
+    weights: Tensor,
 ) -> None:
-    """Enqueue ``matmul`` of x with two float32 weights, where ``can_split_pair``.
+    """Enqueue ``matmul`` of x with two float32 weights and ``route``, where ``can_split_pair``.
 
     Args:
         stream: where it runs.
         x: activations, float32 [T, K].
-        first: one weight, and its output.
-        second: the other.
+        first: a router's weight, and its logits.
+        second: the other one.
         scratch: float32 [any], overwritten.
-        routing: the first is a router: ids int32 [T, k] and weights float32 [T, k], overwritten as
-            ``route`` does it.
+        ids: int32 [T, k], as of ``route``.
+        weights: float32 [T, k], as of ``route``.
 
     Raises:
         ShapeError: extents or types do not fit.
     """
     tokens = x.shape[0]
-    expect("matmul_float_pair x", x, (tokens, first.weight.cols))
+    expect("route_by_slices x", x, (tokens, first.weight.cols))
     for product in (first, second):
-        expect("matmul_float_pair out", product.out, (tokens, product.weight.rows))
+        expect("route_by_slices out", product.out, (tokens, product.weight.rows))
     plan = _plan(_matrix(first.weight), _matrix(second.weight), tokens)
     operands = (x, first.weight.data, second.weight.data, scratch)
-    stream.launch(plan.multiply, plan.slices, *operands)
-    if routing is None:
-        stream.launch(plan.add, plan.join, scratch, first.out, second.out)
-        return
-    ids, weights = routing
+    stream.launch(plan.kernel, plan.launch, *operands)
     num_experts, top_k = first.weight.rows, ids.shape[1]
-    expect("matmul_float_pair ids", ids, (tokens, top_k), np.int32)
-    expect("matmul_float_pair weights", weights, (tokens, top_k))
+    expect("route_by_slices ids", ids, (tokens, top_k), np.int32)
+    expect("route_by_slices weights", weights, (tokens, top_k))
     kernel, launch = _route(plan.num_slices, tokens, num_experts, second.weight.rows, top_k)
     stream.launch(kernel, launch, scratch, first.out, second.out, ids, weights)
 

@@ -5,7 +5,8 @@
 #include "route.cuh"
 #include "weights.cuh"
 
-// join_route: join_pair (matmul_split.cu), then route (moe.cu)
+// join_route: (0 + slice 0 + slice 1 + ...) / the gain, as one block of matmul_split.cu would have
+// added them up, then route (moe.cu)
 //   sums [slices,T,E] f32, then [slices,T,R] -> logits [T,E] f32, others [T,R] f32, ids [T,k] i32
 //   best first, weights [T,k] f32
 //   grid (T), shared 4 * (E + 2 * k + CANDIDATE_WORDS) bytes; reads 4 * slices * T * (E + R) bytes

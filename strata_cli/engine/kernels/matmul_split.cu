@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
         0, stages);
 }
 
-// split_pair: two matrices of the same x, a block for each slice of a tile; join_pair adds them up
+// split_pair: two matrices of the same x, a block for each slice of a tile; join_route adds them up
 //   -> sums [slices,T,rows0] f32, then [slices,T,rows1]; grid (token tiles, row tiles of both,
 //   slices)
 template <int LANE, int ROW_WARPS, int TOKEN_WARPS>
@@ -181,20 +181,4 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * TOKEN_WARPS)
         own + blockIdx.z * num_tokens * rows, blockIdx.x * 32 * TOKEN_WARPS,
         (is_first ? tile : tile - tiles0) * ROWS, cols, static_cast<int>(slice), begin,
         min(begin + of_slice, stages));
-}
-
-// join_pair: out = (0 + slice 0 + slice 1 + ...) / the gain, as one block would have added them
-//   grid (all values / block), reads 4 * slices bytes of each
-extern "C" __global__ void join_pair(const float *sums, float *out0, float *out1, long long slices,
-                                     long long values0, long long values1) {
-    start_early();
-    const long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
-    if (i >= values0 + values1) return;
-    const bool is_first = i < values0;
-    const long long values = is_first ? values0 : values1, at = is_first ? i : i - values0;
-    const float *from = sums + (is_first ? 0 : slices * values0) + at;
-    float total = 0.0f;
-#pragma unroll 10
-    for (long long slice = 0; slice < slices; slice++) total += from[slice * values];
-    (is_first ? out0 : out1)[at] = total / GAIN<F32>;
 }
