@@ -299,7 +299,7 @@ def test_one_launch_brings_for_all_layers(lab: Lab, blob_bytes: int, num_tokens:
     Nothing is allocated or freed meanwhile: a GPU's driver waits for the launch before it does.
     """
     layers, rng = 4, np.random.default_rng(blob_bytes)
-    experts = 600 if blob_bytes < SPAN_BYTES else 9  # more than the registers of a warp hold
+    experts = 600 if blob_bytes < SPAN_BYTES else 9
     scene = Scene(lab, blob_bytes, rng.random(experts) < 0.3, min(experts, MOST_FETCHED))
     foreseen = rng.standard_normal((layers, 2, experts), np.float32)
     errors = rng.standard_normal((layers, experts), np.float32)

@@ -109,9 +109,7 @@ struct Claims {
     unsigned now, next;
     int left;
 
-    __device__ Claims(unsigned *claimed, bool claims) : claimed(claimed), given(0), left(CLAIM) {
-        now = next = 0;
-        if (!claims) return;
+    __device__ explicit Claims(unsigned *claimed) : claimed(claimed), given(0), left(CLAIM) {
         now = claim();
         next = claim();
     }

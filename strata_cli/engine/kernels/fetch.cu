@@ -304,60 +304,6 @@ extern "C" __global__ void bring_ahead(const float *logits, const float *errors,
 }
 
 #if BULK
-constexpr int LANE_EXPERTS = 16;  // of a lane, in its registers
-
-// What rate_experts and list_ahead do, by one warp, for as many experts as its registers hold: 32 *
-// LANE_EXPERTS. Lane l rates experts l, l + 32, ...
-__device__ inline void list_few(Ahead &own, Blobs &blobs, const float *logits, const float *errors,
-                                const long long *addresses, long long first_cached,
-                                long long end_cached, long long tokens, int experts, int num_likely,
-                                int num_slots) {
-    const int lane = threadIdx.x & 31;
-    float largest[LANE_EXPERTS];
-    int keys[LANE_EXPERTS];
-    unsigned outside = 0;  // a bit for each of the lane's, as for the cache
-#pragma unroll
-    for (int i = 0; i < LANE_EXPERTS; i++) {
-        const int e = lane + 32 * i;
-        const long long address = e < experts ? addresses[e] : 0;
-        if (address && !(address >= first_cached && address < end_cached)) outside |= 1u << i;
-        largest[i] = lowest();
-    }
-    for (long long token = 0; token < tokens; token++)
-#pragma unroll
-        for (int i = 0; i < LANE_EXPERTS; i++) {
-            const int e = min(lane + 32 * i, experts - 1);
-            largest[i] = fmaxf(largest[i], __ldcg(logits + token * experts + e));
-        }
-#pragma unroll
-    for (int i = 0; i < LANE_EXPERTS; i++) {
-        const int e = lane + 32 * i;
-        const float error = errors[min(e, experts - 1)];
-        keys[i] = e < experts ? max(order_of(largest[i] + error), LEAST + 1) : LEAST;
-    }
-    int count = 0;
-    for (int looked = 0; looked < min(num_likely, experts) && count < num_slots; looked++) {
-        int best = LEAST, id = 0;
-#pragma unroll
-        for (int i = 0; i < LANE_EXPERTS; i++) best = max(best, keys[i]);
-        const int key = max_of_warp(best);
-#pragma unroll
-        for (int i = LANE_EXPERTS - 1; i >= 0; i--)
-            if (keys[i] == key) id = lane + 32 * i;
-        id = -max_of_warp(best == key ? -id : LEAST);
-        const bool is_outside = __shfl_sync(ALL_LANES, outside >> (id / 32) & 1u, id % 32);
-#pragma unroll
-        for (int i = 0; i < LANE_EXPERTS; i++)
-            if (id == lane + 32 * i) keys[i] = LEAST;
-        if (!is_outside) continue;
-        if (lane == 0) own.experts[count] = id;
-        count++;
-    }
-    if (lane == 0) own.count = count;
-    __syncwarp();
-    if (lane < count) blobs.source[lane] = addresses[own.experts[lane]];
-}
-
 // Where those that are brought ahead go, in the order in which they come; by one warp.
 __device__ inline void place_ahead(Blobs &blobs, int count, const unsigned char *slots,
                                    long long stride, int spans) {
@@ -401,21 +347,9 @@ __device__ inline void await_slots(Ahead *ahead, int spans) {
 }
 #endif
 
-#if BULK
-// What carry() does, by one warp through its registers: no stages.
-__device__ inline void carry_by_warp(Claims &claims, Blobs &blobs, long long bytes) {
-    const unsigned total = blobs.total(), lane = threadIdx.x & 31;
-    Finder finder = {blobs, 0};
-    while (true) {
-        const unsigned work = __shfl_sync(ALL_LANES, lane ? 0u : claims.take(), 0);
-        if (work >= total) break;
-        copy_span(finder.find(static_cast<int>(work), bytes));
-        if (lane == 0) blobs.carried[finder.slot]++;
-    }
-    __threadfence();
-    __syncwarp();
-}
-#endif
+// A quarter of a multiprocessor has 16,384 registers. Six warps of 80 a thread leave these to one
+// more, and a product whose blocks find no room beside this one's takes nearly twice as long.
+constexpr int BRING_REGISTERS = 32;
 
 // bring_layers: what bring_ahead does, for all layers but the first, one after the other, beside
 // the whole pass: a layer's begin when the one before has fetched what it fetches
@@ -423,13 +357,12 @@ __device__ inline void carry_by_warp(Claims &claims, Blobs &blobs, long long byt
 //   states [L]; block 32, shared 12 * E or stages * SPAN bytes, whichever is more
 //   One thread of a block copies: four such blocks reach what the link gives, and take no place
 //   that others need.
-extern "C" __global__ void bring_layers(const float *foreseen, const float *errors,
-                                        const long long *addresses, const long long *blob_bytes,
-                                        long long first_cached, long long end_cached,
-                                        unsigned char *slots, Ahead *states, long long num_likely,
-                                        long long patience_ns, long long num_stages,
-                                        long long layers, long long room, long long tokens,
-                                        long long experts, long long num_slots, long long stride) {
+extern "C" __global__ void __maxnreg__(BRING_REGISTERS)
+    bring_layers(const float *foreseen, const float *errors, const long long *addresses,
+                 const long long *blob_bytes, long long first_cached, long long end_cached,
+                 unsigned char *slots, Ahead *states, long long num_likely, long long patience_ns,
+                 long long num_stages, long long layers, long long room, long long tokens,
+                 long long experts, long long num_slots, long long stride) {
 #if BULK
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ Blobs blobs;
@@ -450,19 +383,10 @@ extern "C" __global__ void bring_layers(const float *foreseen, const float *erro
         if (!__shfl_sync(ALL_LANES, goes_on, 0)) return;
         const bool is_over = threadIdx.x == 0 && atomicAdd(&ahead->claimed, 0u) & ENDED;
         if (__shfl_sync(ALL_LANES, is_over, 0)) continue;
-        const float *logits = foreseen + layer * room * experts,
-                    *lacking = errors + layer * experts;
-        const long long *places = addresses + layer * experts;
-        if (experts <= 32 * LANE_EXPERTS) {
-            list_few(own, blobs, logits, lacking, places, first_cached, end_cached, tokens,
-                     static_cast<int>(experts), static_cast<int>(num_likely),
-                     static_cast<int>(num_slots));
-        } else {
-            rate_experts(keys, sources, logits, lacking, places, first_cached, end_cached, tokens,
-                         experts);
-            list_ahead(own, blobs, keys, sources, experts, num_likely, num_slots);
-            fence_async_copies();  // stages lie where that was
-        }
+        rate_experts(keys, sources, foreseen + layer * room * experts, errors + layer * experts,
+                     addresses + layer * experts, first_cached, end_cached, tokens, experts);
+        list_ahead(own, blobs, keys, sources, experts, num_likely, num_slots);
+        fence_async_copies();  // stages lie where that was
         if (threadIdx.x < own.count) ahead->experts[threadIdx.x] = own.experts[threadIdx.x];
         if (threadIdx.x == 0) ahead->count = own.count;
         __threadfence();
@@ -471,16 +395,9 @@ extern "C" __global__ void bring_layers(const float *foreseen, const float *erro
         const long long bytes = blob_bytes[layer];
         place_ahead(blobs, own.count, slots + layer % 2 * num_slots * stride, stride,
                     spans_of(bytes));
-        const bool brings = threadIdx.x == 0 && own.count && await_turn(ahead, BRING, patience_ns);
-        const bool is_by_warp = !num_stages && __shfl_sync(ALL_LANES, brings, 0);
-        if (brings || is_by_warp) {
-            Claims claims(&ahead->claimed, threadIdx.x == 0);
-            if (is_by_warp)
-                carry_by_warp(claims, blobs, bytes);
-            else
-                carry(ring, claims, blobs, bytes);
-        }
-        if (brings) {
+        if (threadIdx.x == 0 && own.count && await_turn(ahead, BRING, patience_ns)) {
+            Claims claims(&ahead->claimed);
+            carry(ring, claims, blobs, bytes);
             for (int slot = 0; slot < own.count; slot++)
                 if (blobs.carried[slot]) atomicAdd(ahead->done + slot, blobs.carried[slot]);
         }
