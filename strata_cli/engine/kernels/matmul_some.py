@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from strata_cli.engine.device.base import Stream, Tensor
+from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS, SOME_PAIRS_PER_EXPERT, SOME_TOKENS
 from strata_cli.engine.kernels.few import book_bytes, cut_rows
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
@@ -127,6 +127,15 @@ def some_plan(matrix: Matrix, matrices: int, experts: int, gpu: Gpu, tokens: int
     )
 
 
+@lru_cache(maxsize=4096)
+def _ready(
+    matrix: Matrix, matrices: int, experts: int, gpu: Gpu, tokens: int = 0
+) -> tuple[Kernel, Launch]:
+    """``some_plan`` as what is launched."""
+    plan = some_plan(matrix, matrices, experts, gpu, tokens)
+    return gpu_kernel(plan.unit), plan.launch(1, 1, early=True)
+
+
 def _with_work(shape: _Shape, matrix: Matrix, matrices: int, gpu: Gpu, tokens: int) -> _Shape:
     """With fewer tokens at once where else half of all teams would have no tile."""
     for groups in range(shape.groups - 1, 0, -1):
@@ -161,10 +170,9 @@ def matmul_some(stream: Stream, rounded: Tensor, weight: Weight, out: Tensor) ->
     tokens = rounded.shape[0]
     expect("matmul_some rounded", rounded, (tokens, weight.cols), np.float16)
     expect("matmul_some out", out, (tokens, weight.rows))
-    plan = some_plan(_matrix(weight), 1, 0, gpu_of(stream), tokens)
     numbers = (int(weight.qtype), tokens, weight.rows, weight.cols)
-    launch = plan.launch(1, 1, early=True)
-    stream.launch(gpu_kernel(plan.unit), launch, rounded, weight.data, out, *numbers)
+    ready = _ready(_matrix(weight), 1, 0, gpu_of(stream), tokens)
+    stream.launch(*ready, rounded, weight.data, out, *numbers)
 
 
 def matmul_swiglu_some(
@@ -185,11 +193,10 @@ def matmul_swiglu_some(
     tokens = rounded.shape[0]
     expect("matmul_swiglu_some rounded", rounded, (tokens, gate.cols), np.float16)
     expect("matmul_swiglu_some hidden", hidden, (tokens, gate.rows), np.float16)
-    plan = some_plan(_matrix(gate), 2, 0, gpu_of(stream), tokens)
     numbers = (int(gate.qtype), tokens, gate.rows, gate.cols)
     operands = (rounded, gate.data, up.data, hidden)
-    launch = plan.launch(1, 1, early=True)
-    stream.launch(gpu_kernel(plan.unit), launch, *operands, *numbers)
+    ready = _ready(_matrix(gate), 2, 0, gpu_of(stream), tokens)
+    stream.launch(*ready, *operands, *numbers)
 
 
 def can_mix_some(stream: Stream, up: Weight, num_streams: int, tokens: int) -> bool:
@@ -220,11 +227,10 @@ def matmul_mix_some(
     expect("matmul_mix_some normed", normed, (tokens, up.rows))
     expect("matmul_mix_some out", out, (tokens, rows))
     expect("matmul_mix_some rounded", rounded, (tokens, rows), np.float16)
-    plan = some_plan(_part(up, STREAMS), STREAMS, 0, gpu_of(stream), tokens)
     numbers = (int(up.qtype), tokens, rows, up.cols)
     operands = (low, up.data, normed, out, rounded)
-    launch = plan.launch(1, 1, early=True)
-    stream.launch(gpu_kernel(plan.unit), launch, *operands, *numbers)
+    ready = _ready(_part(up, STREAMS), STREAMS, 0, gpu_of(stream), tokens)
+    stream.launch(*ready, *operands, *numbers)
 
 
 def are_alike(first: Weight, second: Weight) -> bool:
@@ -290,17 +296,13 @@ def experts_of_some(
     expect("experts_of_some hidden", gate.out, (pairs, down.layout.cols))
     expect("experts_of_some expert_start", expert_start, (experts + 1,), row_of.dtype)
     hidden = Tensor.over(gate.out.buffer, gate.out.shape, np.float16, gate.out.offset_bytes)
-    plan = some_plan(matrix_of_experts(gate.layout), 2, experts, gpu)
     stream.launch(
-        gpu_kernel(plan.unit),
-        plan.launch(1, 1, early=True),
+        *_ready(matrix_of_experts(gate.layout), 2, experts, gpu),
         *(rounded, gate.blobs, up.blobs, row_of, expert_start, hidden),
         *(kind, rows, cols, gate.layout.offset_bytes, up.layout.offset_bytes),
     )
-    plan = some_plan(matrix_of_experts(down.layout), 1, experts, gpu)
     stream.launch(
-        gpu_kernel(plan.unit),
-        plan.launch(1, 1, early=True),
+        *_ready(matrix_of_experts(down.layout), 1, experts, gpu),
         *(hidden, down.blobs, expert_start, down.out),
         *(int(down.layout.qtype), down.layout.rows, rows, down.layout.offset_bytes),
     )
