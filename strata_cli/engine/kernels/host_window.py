@@ -298,74 +298,32 @@ def _down(
     return own > 0 and fetch_add(counter + LINE_BYTES, own) + own == total
 
 
-@nogil_jit
-def _serve_window(
-    window: int,
-    posted: Ints,
-    done: Ints,
-    state: Ints,
-    counts: Ints,
-    experts: Ints,
-    rows: Ints,
-    x: Floats,
-    place: Ints,
-    out: Floats,
-    blobs: Longs,
-    matrices: Longs,
-    counters: Longs,
-    gate: Floats,
-    up: Floats,
-    times: Longs,
-    start: Ints,
-    own_blobs: Longs,
-    own_rows: Ints,
-    own_place: Ints,
-    starts: Ints,
-    addresses: Longs,
-    tokens: Ints,
-    numbers: Ints,
-    back: Ints,
-    rooms: Bytes,
-    made: Longs,
-    patience_ns: int,
-) -> int:
-    """One window.
+@inline_jit
+def _await_other(latest: Longs, window: int, linger_ns: int) -> bool:
+    """Whether another window is announced before the time is over."""
+    began, looks = monotonic_ns(), 0
+    while load_acquire(address_of(latest)) == window:
+        looks += 1
+        rest_briefly()
+        if looks % SPINS == 0 and monotonic_ns() - began > linger_ns:
+            return False
+    return True
 
-    ``starts``, ``addresses`` and ``tokens`` are start, own_blobs and own_rows once more, as the
-    read-only arrays that the product is compiled for.
+
+@inline_jit
+def _next_window(status: int, window: int, linger_ns: int, latest: Longs, rests: Longs) -> int:
+    """The window that is announced behind one, before the time is over; 0: the thread rests.
+
+    Who says that it rests looks once more, and who announces looks who rests afterwards: one of
+    them sees the other.
     """
-    compile_small()
-    stop = address_of(state)
-    gates, status = address_of(gate), DONE
-    for layer in range(posted.shape[0]):
-        if not await_number(address_of(posted[layer]), window, stop, patience_ns):
-            status = STOPPED
-            break
-        count = counts[layer, 0]
-        if count == 0:
-            continue
-        began = monotonic_ns()
-        num = _by_expert(
-            count, experts[layer], rows[layer], blobs[layer], start, own_blobs, own_rows, own_place
-        )
-        own_start, own = starts[: num + 1], addresses[:num]
-        matrix, counter = matrices[layer], address_of(counters[layer])
-        number = window * posted.shape[0] + layer
-        pairs, digits = (tokens, own_start, own), (number, rooms, made)
-        total = _activate(counter, matrix, address_of(x), *pairs, gate, up, *digits)
-        if not await_number(counter + LINE_BYTES, total, stop, patience_ns):
-            status = STOPPED
-            break
-        counter += STAGE_BYTES
-        pairs = numbers, own_start, own
-        if _down(counter, matrix[DOWN], gates, *pairs, address_of(out), *digits):
-            for pair in range(count):
-                place[layer, pair] = own_place[pair]
-            times[0] += monotonic_ns() - began
-            times[1] += num
-            store_release(address_of(done[layer]), window)
-    store_release(address_of(back), window)
-    return status
+    if status == STOPPED or not _await_other(latest, window, linger_ns):
+        fetch_add(address_of(rests), 1)
+        if status == STOPPED or load_acquire(address_of(latest)) == window:
+            return 0
+        rests[0] = 0
+    following: int = load_acquire(address_of(latest))
+    return following
 
 
 @nogil_jit
@@ -404,56 +362,47 @@ def _serve_windows(
 ) -> None:
     """What serve_windows() runs.
 
-    Who says that it rests looks once more, and who announces looks who rests afterwards: one of
-    them sees the other.
+    ``starts``, ``addresses`` and ``tokens`` are start, own_blobs and own_rows once more, as the
+    read-only arrays that the product is compiled for.
     """
+    compile_small()
+    stop, gates = address_of(state), address_of(gate)
     rests[0] = 0
-    while True:
-        status = _serve_window(
-            window,
-            posted,
-            done,
-            state,
-            counts,
-            experts,
-            rows,
-            x,
-            place,
-            out,
-            blobs,
-            matrices,
-            counters,
-            gate,
-            up,
-            times,
-            start,
-            own_blobs,
-            own_rows,
-            own_place,
-            starts,
-            addresses,
-            tokens,
-            numbers,
-            back,
-            rooms,
-            made,
-            patience_ns,
-        )
-        if status == STOPPED or not _await_other(latest, window, linger_ns):
-            fetch_add(address_of(rests), 1)
-            if status == STOPPED or load_acquire(address_of(latest)) == window:
-                return
-            rests[0] = 0
-        window = load_acquire(address_of(latest))
-
-
-@inline_jit
-def _await_other(latest: Longs, window: int, linger_ns: int) -> bool:
-    """Whether another window is announced before the time is over."""
-    began, looks = monotonic_ns(), 0
-    while load_acquire(address_of(latest)) == window:
-        looks += 1
-        rest_briefly()
-        if looks % SPINS == 0 and monotonic_ns() - began > linger_ns:
-            return False
-    return True
+    while window != 0:
+        status = DONE
+        for layer in range(posted.shape[0]):
+            if not await_number(address_of(posted[layer]), window, stop, patience_ns):
+                status = STOPPED
+                break
+            count = counts[layer, 0]
+            if count == 0:
+                continue
+            began = monotonic_ns()
+            num = _by_expert(
+                count,
+                experts[layer],
+                rows[layer],
+                blobs[layer],
+                start,
+                own_blobs,
+                own_rows,
+                own_place,
+            )
+            own_start, own = starts[: num + 1], addresses[:num]
+            matrix, counter = matrices[layer], address_of(counters[layer])
+            number = window * posted.shape[0] + layer
+            pairs, digits = (tokens, own_start, own), (number, rooms, made)
+            total = _activate(counter, matrix, address_of(x), *pairs, gate, up, *digits)
+            if not await_number(counter + LINE_BYTES, total, stop, patience_ns):
+                status = STOPPED
+                break
+            counter += STAGE_BYTES
+            pairs = numbers, own_start, own
+            if _down(counter, matrix[DOWN], gates, *pairs, address_of(out), *digits):
+                for pair in range(count):
+                    place[layer, pair] = own_place[pair]
+                times[0] += monotonic_ns() - began
+                times[1] += num
+                store_release(address_of(done[layer]), window)
+        store_release(address_of(back), window)
+        window = _next_window(status, window, linger_ns, latest, rests)
