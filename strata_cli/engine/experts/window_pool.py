@@ -7,7 +7,6 @@ kernels/mailbox.py. Python starts the threads on a window and looks whether all 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Stream
+from strata_cli.engine.device.helper_thread import HelperThread
 from strata_cli.engine.experts.blobs import BlobLayout
 from strata_cli.engine.kernels.host_products import matrix_fields
 from strata_cli.engine.kernels.host_window import (
@@ -41,6 +41,7 @@ from strata_cli.engine.kernels.splitting import SHARES
 from strata_cli.errors import DeviceError
 
 NAP_S = 20e-6
+REST_NAP_S = 1e-3
 MOST_ROWS = 8  # tokens of a window that the threads help with
 PATIENCE_S = 30.0
 MOST_THREADS = 32  # more wait for each other longer than they help
@@ -209,6 +210,16 @@ class WindowPool:
             self.expert_s += (now_s - self.expert_s) * (0.25 if self.expert_s else 1.0)
 
 
+class _Rest:
+    """A place in a thread's queue, and whether the thread has come to it.
+
+    Not an Event: its methods are Python, and Ctrl-C inside one would leave its lock taken for ever.
+    """
+
+    def __init__(self) -> None:
+        self.is_reached = False
+
+
 class _Worker:
     """One thread of a pool.
 
@@ -225,13 +236,13 @@ class _Worker:
         pairs: int,
         patience_ns: int,
     ) -> None:
-        self.windows: SimpleQueue[int | threading.Event | None] = SimpleQueue()
+        self.windows: SimpleQueue[int | _Rest | None] = SimpleQueue()
         self.error: BaseException | None = None
         self._state = mailbox.state.numpy()
         self._own = own_scratch(pairs, layers.matrices)
         self._arguments = serving(mailbox, layers, scratch, self._own, patience_ns)
         self._name = f"strata-pool-{index}"
-        self._thread: threading.Thread | None = None
+        self._thread: HelperThread | None = None
 
     def begin(self) -> None:
         """Start the thread.
@@ -239,7 +250,7 @@ class _Worker:
         Raises:
             DeviceError: the system does not let this process have it.
         """
-        self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+        self._thread = HelperThread(self._serve, self._name)
         try:
             self._thread.start()
         except RuntimeError as error:  # how Python says that the system refuses
@@ -271,10 +282,11 @@ class _Worker:
             DeviceError: it does not come back.
         """
         self.revive()
-        idle = threading.Event()
-        self.windows.put(idle)
+        rest = _Rest()
+        self.windows.put(rest)
         deadline = time.monotonic() + patience_s
-        while not idle.wait(0.01):
+        while not rest.is_reached:
+            time.sleep(REST_NAP_S)
             self.revive()
             if time.monotonic() > deadline:
                 raise DeviceError(
@@ -283,17 +295,17 @@ class _Worker:
         self.error = None
 
     def end(self) -> None:
-        """End the thread. Safe to call twice."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        """End the thread. Safe to call twice, also where the first call was interrupted."""
+        if self._thread is not None:
             self.windows.put(None)
-            thread.join()
+            self._thread.join()
+            self._thread = None
 
     def _serve(self) -> None:
         windows = self.windows
         while (window := windows.get()) is not None:
-            if isinstance(window, threading.Event):
-                window.set()
+            if isinstance(window, _Rest):
+                window.is_reached = True
                 continue
             if window <= self._own.back[0]:  # it was still there, and looked for itself
                 continue
