@@ -20,15 +20,13 @@ from strata_cli.engine.device.base import Device, Stream
 from strata_cli.engine.device.helper_thread import HelperThread
 from strata_cli.engine.experts.blobs import BlobLayout
 from strata_cli.engine.kernels.host_products import matrix_fields
-from strata_cli.engine.kernels.host_window import (
+from strata_cli.engine.kernels.host_scratch import (
     HostLayers,
     Scratch,
-    announce,
     new_scratch,
     own_scratch,
-    serve_windows,
-    serving,
 )
+from strata_cli.engine.kernels.host_window import announce, serve_windows, serving
 from strata_cli.engine.kernels.mailbox import (
     AWAIT_ROWS,
     FAILED,
