@@ -273,6 +273,16 @@ class TestFailures:
             thread.join()
         self.expect_right(engine, own_truth)
 
+    def test_a_window_that_a_thread_saw_for_itself_is_not_served_again(
+        self, engine: Engine, own_truth: Floats
+    ) -> None:
+        """It may also have been told, having said that it rests just before it saw the window."""
+        self.expect_right(engine, own_truth)
+        for worker in pool_of(engine)._workers:
+            worker.windows.put(1)
+        pool_of(engine).rest()
+        self.expect_right(engine, own_truth)
+
     def test_threads_that_do_not_come_end_the_step(
         self, separate: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
