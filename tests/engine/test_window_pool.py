@@ -53,6 +53,17 @@ def truth_of(path: Path, device: str) -> Floats:
         return np.concatenate([sequence.prefill(PROMPT)[None], answer(sequence)])
 
 
+def step_interrupted_twice(engine: Engine, sequence: Sequence, where: str) -> None:
+    """Ctrl-C in a method of the residency, and again in the second abandon() of the window."""
+    residency = engine._residency
+    with (
+        failing(residency, (where,), 0, KeyboardInterrupt()),
+        failing(residency, ("abandon",), 1, KeyboardInterrupt()),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        sequence.step(1)
+
+
 @pytest.fixture(scope="module")
 def truth(path: Path) -> Floats:
     return truth_of(path, "host")
@@ -323,15 +334,9 @@ class TestFailures:
         self, engine: Engine, own_truth: Floats
     ) -> None:
         """The next step makes all who still wait for it give up: rows may be missing."""
-        residency = engine._residency
         with engine.sequence() as sequence:
             sequence.prefill(PROMPT)
-            with (
-                failing(residency, ("end",), 0, KeyboardInterrupt()),
-                failing(residency, ("abandon",), 1, KeyboardInterrupt()),
-                pytest.raises(KeyboardInterrupt),
-            ):
-                sequence.step(1)
+            step_interrupted_twice(engine, sequence, "end")
             assert sequence.position == len(PROMPT)
             with pytest.raises(StateError, match="interrupted"):
                 sequence.step(1)
@@ -341,15 +346,9 @@ class TestFailures:
         self, engine: Engine, own_truth: Floats
     ) -> None:
         """The threads were not told of it, and the device not that they will not come."""
-        residency = engine._residency
         with engine.sequence() as sequence:
             sequence.prefill(PROMPT)
-            with (
-                failing(residency, ("launched",), 0, KeyboardInterrupt()),
-                failing(residency, ("abandon",), 1, KeyboardInterrupt()),
-                pytest.raises(KeyboardInterrupt),
-            ):
-                sequence.step(1)
+            step_interrupted_twice(engine, sequence, "launched")
             sequence.reset()
             assert pool_of(engine).mailbox.state.numpy()[STOP]
         self.expect_right(engine, own_truth)

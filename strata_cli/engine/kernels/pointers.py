@@ -69,15 +69,20 @@ def _emit_call(builder: Any, function: Any, operands: Sequence[Any]) -> None:
     builder.call(builder.inttoptr(function, kind.as_pointer()), operands)
 
 
-@intrinsic
-def call_digits(_typing: Any, _function: Any, _x: Any, _pieces: Any, _out: Any) -> Any:
-    """Call what makes a type's digits; takes its address, and what fixed_dots.py says."""
+def _void_call(num_arguments: int) -> tuple[Any, Any]:
+    """What an intrinsic is that calls its first argument, an address, with the others."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         _emit_call(builder, args[0], args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 4), generate
+    return types.void(*[types.intp] * num_arguments), generate
+
+
+@intrinsic
+def call_digits(_typing: Any, _function: Any, _x: Any, _pieces: Any, _out: Any) -> Any:
+    """Call what makes a type's digits; takes its address, and what fixed_dots.py says."""
+    return _void_call(4)
 
 
 @intrinsic
@@ -93,12 +98,7 @@ def call_fixed_dots(
     _following: Any,
 ) -> Any:
     """Call a type's dots in fixed point; takes their address, and what fixed_dots.py says."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        _emit_call(builder, args[0], args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 8), generate
+    return _void_call(8)
 
 
 @intrinsic
@@ -114,12 +114,7 @@ def call_dots(
     _out: Any,
 ) -> Any:
     """Call a type's dot products; takes its address, and what row_dots.py says."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        _emit_call(builder, args[0], args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 8), generate
+    return _void_call(8)
 
 
 @intrinsic
@@ -127,9 +122,4 @@ def call_decoder(
     _typing: Any, _function: Any, _blocks: Any, _weights: Any, _count: Any, _table: Any
 ) -> Any:
     """Call a block decoder; takes (its address, blocks, weights out, number of blocks, table)."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        emit_call_decoder(builder, *args)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 5), generate
+    return _void_call(5)
