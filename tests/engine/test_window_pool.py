@@ -294,6 +294,19 @@ class TestFailures:
         pool_of(engine).rest()
         self.expect_right(engine, own_truth)
 
+    def test_the_last_window_is_not_served_twice(
+        self, engine: Engine, own_truth: Floats, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its counters may belong to the next one already."""
+        self.expect_right(engine, own_truth)
+        served: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(window_pool, "serve_windows", lambda window, _: served.append(window))
+            for worker in pool_of(engine)._workers:
+                worker.windows.put(int(worker._own.back[0]))
+            pool_of(engine).rest()
+        assert not served
+
     def test_threads_that_do_not_come_end_the_step(
         self, separate: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
