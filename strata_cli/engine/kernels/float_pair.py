@@ -20,7 +20,7 @@ from strata_cli.engine.kernels.products import (
     WARP,
     Matrix,
     Unit,
-    dense_matrix,
+    matrix_of,
     slice_cols,
 )
 from strata_cli.engine.kernels.prompt_plan import (
@@ -70,7 +70,7 @@ def can_split_pair(
     tokens = x.shape[0]
     if not stream.shared_bytes or not FEW_TOKENS < tokens <= SLICED_FLOAT_TOKENS:
         return False
-    own, other = _matrix(first), _matrix(second)
+    own, other = matrix_of(first), matrix_of(second)
     is_pair = other == own._replace(rows=other.rows)
     has_room = _plan(own, other, tokens).num_slices * tokens * (own.rows + other.rows)
     return is_pair and has_split_plan(own, x.address, gpu_of(stream)) and has_room <= scratch.size
@@ -103,7 +103,7 @@ def route_by_slices(
     expect("route_by_slices x", x, (tokens, first.weight.cols))
     for product in (first, second):
         expect("route_by_slices out", product.out, (tokens, product.weight.rows))
-    plan = _plan(_matrix(first.weight), _matrix(second.weight), tokens)
+    plan = _plan(matrix_of(first.weight), matrix_of(second.weight), tokens)
     operands = (x, first.weight.data, second.weight.data, scratch)
     stream.launch(plan.kernel, plan.launch, *operands)
     num_experts, top_k = first.weight.rows, ids.shape[1]
@@ -128,7 +128,3 @@ def _route(
         early=True,
     )
     return gpu_kernel(Unit("join_route.cu", f"join_route<{local}>", ())), launch
-
-
-def _matrix(weight: Weight) -> Matrix:
-    return dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)

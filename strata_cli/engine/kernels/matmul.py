@@ -42,9 +42,9 @@ from strata_cli.engine.kernels.products import (
     Plan,
     Unit,
     alignment,
-    dense_matrix,
     grouped_many_plan,
     many_plan,
+    matrix_of,
     shared_limit,
     sliced_plan,
 )
@@ -255,7 +255,7 @@ def matmul(
     expect("matmul out", out, (tokens, weight.rows))
     if tokens == 0:
         return
-    matrix = dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
+    matrix = matrix_of(weight)
     half_phase = NO_HALVES if rounded is None else rounded.address & 15
     room = NO_ROOM if scratch is None or not stream.shared_bytes else scratch.size
     way = _dense_way(matrix, tokens, x.address & 15, half_phase, room, gpu_of(stream))

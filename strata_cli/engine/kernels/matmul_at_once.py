@@ -14,7 +14,7 @@ import numpy as np
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.choice import few_is_faster
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
-from strata_cli.engine.kernels.products import Matrix, dense_matrix
+from strata_cli.engine.kernels.products import Matrix, matrix_of
 from strata_cli.engine.kernels.prompt_plan import Gpu, gpu_of
 from strata_cli.engine.kernels.shapes import expect
 from strata_cli.engine.kernels.warpgroup_plan import (
@@ -57,7 +57,7 @@ def matmul_at_once(stream: Stream, rounded: Tensor | None, products: Sequence[Ou
     if not stream.shared_bytes or rounded is None or rounded.address % 16:
         return False
     tokens, cols = rounded.shape[0], products[0].weight.cols
-    way = _way(tuple(_matrix(each.weight) for each in products), tokens, gpu_of(stream))
+    way = _way(tuple(matrix_of(each.weight) for each in products), tokens, gpu_of(stream))
     if way is None:
         return False
     expect("matmul_at_once rounded", rounded, (tokens, cols), np.float16)
@@ -80,7 +80,3 @@ def _way(matrices: tuple[Matrix, ...], tokens: int, gpu: Gpu) -> _Way | None:
         return None
     plan = warpgroup_several_plan(matrices, tokens, gpu)
     return None if plan is None else _Way(gpu_kernel(plan.unit), plan.launch(1, 1, early=True))
-
-
-def _matrix(weight: Weight) -> Matrix:
-    return dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)

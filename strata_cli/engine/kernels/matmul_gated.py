@@ -13,7 +13,7 @@ from strata_cli.engine.kernels.few import FEW_COLUMNS, GATED, Extra, few_plan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Experts, matrix_of_experts
 from strata_cli.engine.kernels.moe import ROUTE_IN_REGISTERS, RouteOperands, route_bytes
-from strata_cli.engine.kernels.products import WARP, Plan, dense_matrix
+from strata_cli.engine.kernels.products import WARP, Plan, matrix_of
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight
 
@@ -122,7 +122,7 @@ def matmul_normed(
     _expect_gated(x, weight, out)
     expect("normed matmul z", z, x.shape)
     expect("normed matmul norm", norm, (dim,))
-    matrix = dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
+    matrix = matrix_of(weight)
     plan = few_plan((matrix,), tokens, 1, stream.shared_bytes, extra=Extra(head_dim=dim))
     numbers = (int(weight.qtype), tokens, weight.rows, weight.cols, dim)
     launch = plan.launch(1, 1, early=True)
@@ -148,7 +148,7 @@ def _expect_gated(x: Tensor, weight: Weight, out: Tensor) -> None:
 
 
 def _plan(stream: Stream, weight: Weight, tokens: int) -> Plan:
-    matrix = dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
+    matrix = matrix_of(weight)
     passes = blocks(tokens, FEW_COLUMNS)
     return few_plan((matrix,), tokens, passes, stream.shared_bytes, extra=GATED)
 

@@ -17,9 +17,9 @@ from strata_cli.engine.kernels.few import FEW_COLUMNS, MOST_MATRICES, Extra, can
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
 from strata_cli.engine.kernels.matmul_at_once import Output, matmul_at_once
-from strata_cli.engine.kernels.products import Matrix, alignment, dense_matrix
+from strata_cli.engine.kernels.products import Matrix, alignment, matrix_of
 from strata_cli.engine.kernels.shapes import blocks, expect
-from strata_cli.engine.kernels.weight import Weight, WeightLayout
+from strata_cli.engine.kernels.weight import WeightLayout
 from strata_cli.engine.model.quants import row_bytes
 
 Product = Output  # one of several
@@ -54,7 +54,7 @@ def matmul_several(
     """
     if len(products) > 1 and scratch is None and matmul_at_once(stream, rounded, products):
         return
-    matrices = tuple(_matrix(product.weight) for product in products)
+    matrices = tuple(matrix_of(product.weight) for product in products)
     for start, stop in _launches(matrices, x.shape[0] if stream.shared_bytes else 0):
         if stop - start == 1:
             matmul(stream, x, products[start].weight, products[start].out, rounded, scratch)
@@ -79,7 +79,8 @@ def matmul_several_conv(
     Raises:
         ShapeError: extents or types do not fit.
     """
-    (channels, num_taps), matrices = taps.shape, tuple(_matrix(each.weight) for each in products)
+    channels, num_taps = taps.shape
+    matrices = tuple(matrix_of(product.weight) for product in products)
     expect("convolved product", products[0].out, (1, channels))
     expect("convolved product history", history, (num_taps - 1, channels))
     expect("convolved product taps", taps, (channels, num_taps))
@@ -94,12 +95,8 @@ def can_convolve(stream: Stream, products: Sequence[Product], tokens: int, taps:
 
 def can_launch_together(stream: Stream, products: Sequence[Product], tokens: int) -> bool:
     """Whether ``matmul_several`` makes all of them in one launch, in about the longest's time."""
-    matrices = tuple(_matrix(product.weight) for product in products)
+    matrices = tuple(matrix_of(product.weight) for product in products)
     return stream.shared_bytes > 0 and tokens > 0 and len(_launches(matrices, tokens)) == 1
-
-
-def _matrix(weight: Weight) -> Matrix:
-    return dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
 
 
 @lru_cache(maxsize=4096)

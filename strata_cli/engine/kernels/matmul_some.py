@@ -20,7 +20,7 @@ from strata_cli.engine.kernels.products import (
     WARP,
     Matrix,
     Plan,
-    dense_matrix,
+    matrix_of,
     slice_cols,
     unit_of,
 )
@@ -151,7 +151,7 @@ def can_make_some(stream: Stream, weight: Weight, tokens: int, *, matrices: int 
     """Whether ``matmul_some``, or ``matmul_swiglu_some``, makes so many rows, and first."""
     if not stream.shared_bytes or not FEW_TOKENS < tokens <= SOME_TOKENS:
         return False
-    matrix = _part(weight, STREAMS) if matrices == STREAMS else _matrix(weight)
+    matrix = _part(weight, STREAMS) if matrices == STREAMS else matrix_of(weight)
     return _shape(matrix, matrices, 0, gpu_of(stream)) is not None
 
 
@@ -171,7 +171,7 @@ def matmul_some(stream: Stream, rounded: Tensor, weight: Weight, out: Tensor) ->
     expect("matmul_some rounded", rounded, (tokens, weight.cols), np.float16)
     expect("matmul_some out", out, (tokens, weight.rows))
     numbers = (int(weight.qtype), tokens, weight.rows, weight.cols)
-    ready = _ready(_matrix(weight), 1, 0, gpu_of(stream), tokens)
+    ready = _ready(matrix_of(weight), 1, 0, gpu_of(stream), tokens)
     stream.launch(*ready, rounded, weight.data, out, *numbers)
 
 
@@ -195,7 +195,7 @@ def matmul_swiglu_some(
     expect("matmul_swiglu_some hidden", hidden, (tokens, gate.rows), np.float16)
     numbers = (int(gate.qtype), tokens, gate.rows, gate.cols)
     operands = (rounded, gate.data, up.data, hidden)
-    ready = _ready(_matrix(gate), 2, 0, gpu_of(stream), tokens)
+    ready = _ready(matrix_of(gate), 2, 0, gpu_of(stream), tokens)
     stream.launch(*ready, *operands, *numbers)
 
 
@@ -235,17 +235,13 @@ def matmul_mix_some(
 
 def are_alike(first: Weight, second: Weight) -> bool:
     """Whether one function is compiled for both."""
-    return _matrix(first) == _matrix(second)
+    return matrix_of(first) == matrix_of(second)
 
 
 def _part(weight: Weight, parts: int) -> Matrix:
     """One of so many equal runs of a weight's rows."""
-    whole = _matrix(weight)
+    whole = matrix_of(weight)
     return whole._replace(rows=whole.rows // parts)
-
-
-def _matrix(weight: Weight) -> Matrix:
-    return dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
 
 
 class ExpertMlp(NamedTuple):

@@ -18,6 +18,7 @@ import numpy as np
 
 from strata_cli.engine.device.base import Launch, Stream
 from strata_cli.engine.kernels.shapes import blocks
+from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import BLOCK, QuantType, grid, row_bytes
 from strata_cli.errors import DeviceError
 
@@ -256,6 +257,11 @@ def grouped_many_plan(
     most_tiles = pairs // tile.tokens + min(pairs, experts)
     num_blocks = min(GROUPED_BLOCKS, most_tiles * blocks(matrix.rows, tile.rows))
     return _many("grouped_many", matrix, tile, num_blocks, experts)
+
+
+def matrix_of(weight: Weight) -> Matrix:
+    """A weight as plans see it."""
+    return dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
 
 
 def dense_matrix(qtype: QuantType, rows: int, cols: int, address: int) -> Matrix:

@@ -13,7 +13,7 @@ from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS
 from strata_cli.engine.kernels.few import FEW_COLUMNS, Extra, can_mix, few_plan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
-from strata_cli.engine.kernels.products import WARP, Matrix, Plan, dense_matrix, slice_cols
+from strata_cli.engine.kernels.products import WARP, Matrix, Plan, matrix_of, slice_cols
 from strata_cli.engine.kernels.prompt_plan import has_thin_plan
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight
@@ -37,7 +37,7 @@ def inject_parts(cols: int) -> int:
 def can_inject_beside(stream: Stream, normed: Tensor, weight: Weight) -> bool:
     """Whether ``matmul_inject`` takes them: float32 weights, few tokens, and on a GPU."""
     is_few = stream.shared_bytes > 0 and 0 < normed.shape[0] <= FEW_TOKENS
-    return is_few and has_thin_plan(_matrix(weight), normed.address)
+    return is_few and has_thin_plan(matrix_of(weight), normed.address)
 
 
 def matmul_inject(
@@ -61,7 +61,7 @@ def matmul_inject(
     expect("matmul_inject low", low, (tokens, down.rows))
     num_parts = inject_parts(width)
     expect("matmul_inject parts", parts, (num_parts, tokens, inject.rows))
-    matrix, lane = _matrix(down), _matrix(inject).lane
+    matrix, lane = matrix_of(down), matrix_of(inject).lane
     plan = _inject_plan(matrix, lane, tokens, num_parts, stream.shared_bytes)
     slice_width = slice_cols(QuantType.F32, width)
     numbers = (int(down.qtype), tokens, down.rows, down.cols, inject.rows, slice_width)
@@ -114,10 +114,10 @@ def read_few(
     rows, num_parts, lane = 0, 0, FLOAT_LANE
     others = (normed, normed)
     if inject is not None and parts is not None:
-        rows, num_parts, lane = inject.rows, inject_parts(width), _matrix(inject).lane
+        rows, num_parts, lane = inject.rows, inject_parts(width), matrix_of(inject).lane
         expect("read_few parts", parts, (num_parts, 1, rows))
         others = (inject.data, parts)
-    plan = _read_plan(_matrix(down), num_streams, lane, num_parts, stream.shared_bytes)
+    plan = _read_plan(matrix_of(down), num_streams, lane, num_parts, stream.shared_bytes)
     numbers = (size, down.rows, down.cols, rows, slice_cols(QuantType.F32, width))
     operands = (x, norm, eps, normed, down.data, low, *others)
     launch = plan.launch(1, 1, early=True)
@@ -129,7 +129,7 @@ def can_mix_beside(stream: Stream, low: Tensor, num_streams: int, up: Weight) ->
     tokens = low.shape[0]
     if not 0 < tokens <= FEW_TOKENS or not stream.shared_bytes:
         return False
-    return _can_mix(_matrix(up), tokens, stream.shared_bytes, num_streams)
+    return _can_mix(matrix_of(up), tokens, stream.shared_bytes, num_streams)
 
 
 def matmul_silu_mix(
@@ -152,7 +152,7 @@ def matmul_silu_mix(
     expect("matmul_silu_mix low", low, (tokens, up.cols))
     expect("matmul_silu_mix normed", normed, (tokens, up.rows))
     expect("matmul_silu_mix out", out, (tokens, up.rows // num_streams))
-    matrix, passes = _matrix(up), blocks(tokens, FEW_COLUMNS)
+    matrix, passes = matrix_of(up), blocks(tokens, FEW_COLUMNS)
     extra = Extra(is_gated=True, streams=num_streams)
     plan = few_plan((matrix,), tokens, passes, stream.shared_bytes, extra=extra)
     numbers = (int(up.qtype), tokens, up.rows, up.cols)
@@ -196,7 +196,3 @@ def _with_more(plan: Plan, name: str, lane: int, more: int) -> Plan:
         grid=(passes, num_blocks + blocks(more, passes), 1),
         extents=(num_blocks, *plan.extents),
     )
-
-
-def _matrix(weight: Weight) -> Matrix:
-    return dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)

@@ -18,7 +18,7 @@ from strata_cli.engine.kernels.products import (
     Matrix,
     Unit,
     alignment,
-    dense_matrix,
+    matrix_of,
     slice_cols,
     sliced_plan,
 )
@@ -44,10 +44,10 @@ def can_squeeze_some(
     stream: Stream, rounded: Tensor, down: Weight, inject: Weight | None, scratch: Tensor
 ) -> bool:
     """Whether ``squeeze_some`` takes them: more than few tokens, not many, and on a GPU."""
-    tokens, matrix = rounded.shape[0], _matrix(down)
+    tokens, matrix = rounded.shape[0], matrix_of(down)
     if not stream.shared_bytes or not FEW_TOKENS < tokens <= SOME_TOKENS:
         return False
-    is_thin = inject is None or has_thin_plan(_matrix(inject), 0)
+    is_thin = inject is None or has_thin_plan(matrix_of(inject), 0)
     has_many = matrix.qtype is not QuantType.F32 and alignment(rounded.address) == 16
     if not (is_thin and has_many and matrix.cols % 8 == 0 and slices_are_faster(matrix, tokens)):
         return False
@@ -86,7 +86,7 @@ def squeeze_some(
     if inject is not None:
         rows = inject.weight.rows
         expect("squeeze_some parts", inject.parts, (inject_parts(width), tokens, rows))
-    plan = _plan(_matrix(down), tokens, gpu_of(stream), num_streams, rows)
+    plan = _plan(matrix_of(down), tokens, gpu_of(stream), num_streams, rows)
     numbers = (tokens, down.rows, down.cols)
     stream.launch(plan.multiply, plan.slices, rounded, down.data, scratch, *numbers)
     weights, parts = (down.data, scratch) if inject is None else (inject.weight.data, inject.parts)
@@ -122,7 +122,3 @@ def _plan(matrix: Matrix, tokens: int, gpu: Gpu, num_streams: int, rows: int) ->
     activate = Unit(SOURCE, f"join_squeeze<{matrix.qtype.name}, {lane}>", plan.join.unit.defines)
     slices = plan.slices.launch(1, 1, early=True)
     return _Plan(gpu_kernel(plan.slices.unit), slices, gpu_kernel(activate), join)
-
-
-def _matrix(weight: Weight) -> Matrix:
-    return dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)

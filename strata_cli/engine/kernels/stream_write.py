@@ -13,7 +13,7 @@ from strata_cli.engine.kernels.few import Extra, few_plan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.hyper import expect_inject
 from strata_cli.engine.kernels.moe import CombineOperands
-from strata_cli.engine.kernels.products import WARP, Unit, dense_matrix
+from strata_cli.engine.kernels.products import WARP, Unit, matrix_of
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight
 
@@ -66,7 +66,7 @@ def matmul_write(
     expect("matmul_write x", x, (1, weight.cols))
     expect("matmul_write streams", write.x, (1, num_streams, weight.rows))
     parts = expect_inject("matmul_write inject", write.inject, 1, num_streams)
-    matrix = dense_matrix(weight.qtype, weight.rows, weight.cols, weight.data.address)
+    matrix = matrix_of(weight)
     dim = 0 if heads is None else heads.weight.shape[0]
     extra = Extra(head_dim=dim, written=num_streams)
     plan = few_plan((matrix,), 1, 1, stream.shared_bytes, extra=extra)
