@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from strata_cli.engine.device.cuda_driver import Gpu
 from tests.device.fake_driver import OK, FakeDriver, Result
@@ -104,30 +105,45 @@ def _attributes(data: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
+class Launched(NamedTuple):
+    """A launch, as the driver got it; parameters are the bytes of each."""
+
+    symbol: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared_bytes: int
+    is_early: bool
+    parameters: tuple[bytes, ...]
+
+
 class CubinDriver(FakeDriver):
     """Takes real machine code, and checks every launch against it.
 
     Attributes:
         launches: symbols launched, in order.
+        launched: the same launches with all that they were given, while it is a list.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.memory_bytes = 80 << 30
         self.launches: list[str] = []
+        self.launched: list[Launched] | None = None
         self._functions: dict[bytes, CompiledFunction] = {}
         self._allowed: dict[bytes, int] = {}
         self._values["cuModuleLoadData"] = self._load
         self._effects |= {
             "cuFuncSetAttribute": self._allow_shared,
             "cuLaunchKernel": lambda symbol, *shape: self._check(
-                symbol, shape[:3], shape[3:6], shape[6]
+                symbol, shape[:3], shape[3:6], shape[6], shape[8], is_early=False
             ),
-            "cuLaunchKernelEx": lambda config, symbol, *_: self._check(
+            "cuLaunchKernelEx": lambda config, symbol, parameters, _: self._check(
                 symbol,
                 (config.gridDimX, config.gridDimY, config.gridDimZ),
                 (config.blockDimX, config.blockDimY, config.blockDimZ),
                 config.sharedMemBytes,
+                parameters,
+                is_early=getattr(config, "numAttrs", 0) > 0,
             ),
         }
 
@@ -149,7 +165,14 @@ class CubinDriver(FakeDriver):
         self._allowed[symbol] = nbytes
 
     def _check(
-        self, symbol: bytes, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int
+        self,
+        symbol: bytes,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        parameters: int,
+        *,
+        is_early: bool,
     ) -> None:
         function = self._functions[symbol]
         threads = block[0] * block[1] * block[2]
@@ -162,6 +185,12 @@ class CubinDriver(FakeDriver):
         allowed = self._allowed.get(symbol, SHARED_WITHOUT_ASKING - function.shared_bytes)
         assert shared_bytes <= allowed, where
         self.launches.append(symbol.decode())
+        if self.launched is not None:
+            sizes = function.parameter_bytes
+            places = (ctypes.c_void_p * len(sizes)).from_address(parameters)
+            given = tuple(map(ctypes.string_at, places, sizes))
+            name = symbol.decode()
+            self.launched.append(Launched(name, grid, block, shared_bytes, is_early, given))
 
 
 def _image_at(address: int) -> bytes:

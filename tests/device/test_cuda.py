@@ -12,20 +12,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from strata_cli.engine.device import cuda_kernels, cuda_pinned
-from strata_cli.engine.device.base import Home, Kernel, Launch, Tensor, empty
+from strata_cli.engine.device.base import Call, Home, Kernel, Launch, Pattern, Tensor, empty
 from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
 from strata_cli.engine.device.cuda_driver import check, failed, find_gpu
-from strata_cli.engine.device.cuda_event import CudaEvent, CudaGraph
-from strata_cli.engine.device.cuda_memory import CudaBuffer, DeviceBuffer, spans
+from strata_cli.engine.device.cuda_memory import CudaBuffer, spans
 from strata_cli.engine.device.cuda_pinned import Piece, mapped_address, register
+from strata_cli.engine.device.cuda_stream import CudaStream
 from strata_cli.engine.device.nvrtc import Cubin, CubinCache
 from strata_cli.errors import ConfigError, DeviceError, OutOfMemory
 from tests.device.fake_driver import FakeDriver, Result, fake_context, fake_gpu
@@ -306,8 +307,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launched_arguments(call: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
+    return values_at(call[9], layout)
+
+
+def values_at(parameters: int, layout: str) -> tuple[Any, ...]:
     count = len(layout)
-    pointers = (ctypes.c_void_p * count).from_address(call[9])
+    pointers = (ctypes.c_void_p * count).from_address(parameters)
     cells = [
         ctypes.string_at(pointer or 0, struct.calcsize(code))
         for pointer, code in zip(pointers, layout, strict=True)
@@ -460,11 +465,6 @@ def test_many_copies_are_one_call(device: CudaDevice, driver: FakeDriver) -> Non
     assert call[5:] == ([0], 1, "stream")
 
 
-@pytest.mark.parametrize("kind", [CudaEvent, CudaGraph, DeviceBuffer])
-def test_what_was_interrupted_while_it_was_made_goes_quietly(kind: Any) -> None:
-    kind.__new__(kind).__del__()
-
-
 class SeenBatch(NamedTuple):
     dsts: list[int]
     srcs: list[int]
@@ -562,6 +562,82 @@ def test_nothing_starts_early_behind_two_streams(device: CudaDevice, driver: Fak
         assert driver.names().count("cuLaunchKernelEx") == 4, name
         assert driver.names().count("cuLaunchKernel") == 1, name
         driver.calls.clear()
+
+
+def made_before(device: CudaDevice, calls: list[Call]) -> CudaStream:
+    stream = device.stream("compute")
+    for kernel, launch, args in calls:
+        stream.launch(kernel, launch, *args)
+    return stream
+
+
+@pytest.mark.usefixtures("built")
+def test_a_pattern_repeats_launches_with_other_tensors(
+    device: CudaDevice, driver: FakeDriver
+) -> None:
+    driver.parameter_bytes = [8, 8, 4, 8, 8]
+    x, y, z, scratch = (empty(device, (4, 4)) for _ in range(4))
+    shapes = [Launch(items=1, grid=(n, 2, 1), extents=(n,), early=n > 1) for n in (1, 5)]
+    nothing = shapes[0]._replace(grid=(0, 1, 1))
+    calls = [
+        Call(KERNEL, shapes[0], (x, -3, 0.5, scratch)),
+        Call(KERNEL, nothing, (x, 0, 0.0, scratch)),
+        Call(KERNEL, shapes[1], (scratch, 1 << 40, 2, y)),  # 2 for a float
+    ]
+    stream = made_before(device, calls)
+    pattern = stream.pattern(calls, addresses(x, None, y))
+    assert pattern is not None
+    assert pattern.num_launches == 2
+    for first, second in ((z, x), (x, y)):
+        driver.calls.clear()
+        stream.repeat(pattern, addresses(first, None, second))
+        one, two = driver.arguments("cuLaunchKernelEx")
+        assert driver.names() == ["cuLaunchKernelEx"] * 2
+        assert [call[0].gridDimX for call in (one, two)] == [1, 5]
+        assert [getattr(call[0], "numAttrs", 0) for call in (one, two)] == [0, 1]
+        assert values_at(one[2], "QqfQq") == (first.address, -3, 0.5, scratch.address, 1)
+        assert values_at(two[2], "QqfQq") == (scratch.address, 1 << 40, 2.0, second.address, 5)
+
+
+@pytest.mark.usefixtures("built")
+def test_a_pattern_does_not_start_early_behind_two_streams(
+    device: CudaDevice, driver: FakeDriver
+) -> None:
+    calls = [Call(KERNEL, Launch(items=1, early=True), ())] * 2
+    stream = made_before(device, calls)
+    pattern = stream.pattern(calls, addresses())
+    assert pattern is not None
+    stream.join(device.stream("side"))
+    driver.calls.clear()
+    for early in ([0, 1], [1, 1]):
+        stream.repeat(pattern, addresses())
+        configs = [call[0] for call in driver.arguments("cuLaunchKernelEx")[-2:]]
+        assert [getattr(config, "numAttrs", 0) for config in configs] == early
+
+
+@pytest.mark.usefixtures("built")
+def test_what_cannot_be_repeated_is_refused(device: CudaDevice, driver: FakeDriver) -> None:
+    calls = [Call(KERNEL, Launch(items=1), ())]
+    stream = made_before(device, calls)
+    assert stream.pattern([], addresses()) is None
+    pattern = stream.pattern(calls, addresses(None))
+    assert pattern is not None
+    with pytest.raises(DeviceError, match="with 1 addresses, got 2"):
+        stream.repeat(pattern, addresses(None, None))
+    with pytest.raises(DeviceError, match="needs a CUDA pattern"):
+        stream.repeat(cast(Pattern, object()), addresses(None))
+    with stream.capture(), pytest.raises(DeviceError, match="cannot repeat"):
+        stream.repeat(pattern, addresses(None))
+    driver.answers["cuLaunchKernelEx"] = [Result.CUDA_ERROR_INVALID_VALUE]
+    with pytest.raises(DeviceError, match=r"one of 1 repeated.*INVALID_VALUE"):
+        stream.repeat(pattern, addresses(None))
+    stream.close()
+    with pytest.raises(DeviceError, match="is closed: cannot repeat"):
+        stream.repeat(pattern, addresses(None))
+
+
+def addresses(*tensors: Tensor | None) -> NDArray[np.int64]:
+    return np.array([0 if tensor is None else tensor.address for tensor in tensors], np.int64)
 
 
 def test_a_graph_keeps_its_buffers(device: CudaDevice, driver: FakeDriver) -> None:

@@ -12,11 +12,12 @@ from strata_cli.engine import opening
 from strata_cli.engine.device import filling
 from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
 from strata_cli.engine.device.nvrtc import Compiler
-from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.engine.engine import Engine, EngineOptions, Sequence
 from strata_cli.engine.experts.placing import ExpertHome
+from strata_cli.engine.forward import layer_parts, layers, patterns
 from strata_cli.engine.forward.planning import Homes
 from strata_cli.errors import ConfigError
-from tests.device.cubin_driver import CubinDriver, hopper
+from tests.device.cubin_driver import CubinDriver, Launched, hopper
 from tests.engine.passes import read_together
 from tests.model.oracle import MODELS, load_oracle
 
@@ -102,3 +103,88 @@ def test_a_step_is_one_launch_of_a_recorded_graph(paper: Paper) -> None:
             assert np.isfinite(sequence.step(token)).all()
             asked = [name for name in driver.names() if name not in WAITING]
             assert asked == ["cuGraphLaunch", "cuEventRecord"]
+
+
+@pytest.fixture
+def no_patterns(paper: Paper) -> None:
+    """As if nothing had been read yet."""
+    paper.engine._forward.patterns.kept.clear()
+    paper.engine._forward.patterns._seen.clear()
+
+
+def launched(paper: Paper, sequence: Sequence, lengths: tuple[int, ...]) -> list[Launched]:
+    """All that passes of such lengths launch, one behind the other."""
+    found = paper.driver.launched = []
+    sequence.reset()
+    for length in lengths:
+        sequence.prefill(IDS[:length])
+    paper.driver.launched = None
+    return found
+
+
+LENGTHS = (2, 9, 33, 33, 200, 64, 33, 9, 2, 120, 33)
+
+
+@pytest.mark.usefixtures("no_patterns")
+def test_what_is_repeated_is_what_would_be_launched(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer by layer, at other positions, and in another sequence than the noted one."""
+    engine = paper.engine
+    with engine.sequence() as one, engine.sequence() as two:
+        repeated = [launched(paper, sequence, LENGTHS) for sequence in (one, two, one)]
+        assert None not in engine._forward.patterns.kept.values()
+        monkeypatch.setattr(layers, "MOST_REPEATED_TOKENS", 0)
+        assert repeated == [launched(paper, sequence, LENGTHS) for sequence in (one, two, one)]
+
+
+@pytest.mark.usefixtures("no_patterns")
+def test_a_pass_like_one_before_chooses_no_launch_of_its_layers(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paper.engine.sequence() as sequence:
+        first = launched(paper, sequence, (33, 33))
+        monkeypatch.setattr(patterns, "NotingStream", None)
+        for part in (layer_parts.NGRAMS, layer_parts.MIXER, layer_parts.EXPERTS):
+            unknown = part._replace(enqueue=lambda *_: pytest.fail("launched anew"))
+            monkeypatch.setattr(layers, part.name.upper(), unknown)
+        assert launched(paper, sequence, (33, 33)) == first
+
+
+@pytest.mark.usefixtures("no_patterns")
+def test_few_patterns_are_kept_however_many_there_were(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patterns, "MOST_PATTERNS", 3)
+    known = paper.engine._forward.patterns
+    with paper.engine.sequence() as sequence:
+        bounded = []
+        for length in (2, 9, 33, 2):
+            bounded += launched(paper, sequence, (length,))
+            assert len(known.kept) <= 3
+            assert len(known._seen) <= 3
+        monkeypatch.setattr(layers, "MOST_REPEATED_TOKENS", 0)
+        assert bounded == [each for n in (2, 9, 33, 2) for each in launched(paper, sequence, (n,))]
+
+
+@pytest.mark.usefixtures("no_patterns")
+@pytest.mark.parametrize("number", [1, 20, 77])
+def test_an_interrupt_in_a_repetition_leaves_a_sequence_to_be_reset(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with paper.engine.sequence() as sequence:
+        whole = launched(paper, sequence, (33, 33))
+        left = [number]
+
+        def interrupt(*_: object) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+
+        sequence.reset()
+        with monkeypatch.context() as patch:
+            patch.setitem(paper.driver._effects, "cuLaunchKernelEx", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                sequence.prefill(IDS[:33])
+        assert not sequence.is_consistent
+        assert launched(paper, sequence, (33, 33)) == whole

@@ -117,7 +117,9 @@ def _watch(engine: Engine) -> _WatchingForward:
 
     The engine has no door for observers: only a measurement wants to stop after every layer.
     """
-    parts = {part.name: getattr(engine._forward, part.name) for part in fields(Forward)}
+    parts = {
+        part.name: getattr(engine._forward, part.name) for part in fields(Forward) if part.init
+    }
     watching = _WatchingForward(**parts, device=engine._device)
     engine._forward = watching
     return watching

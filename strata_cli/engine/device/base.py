@@ -199,6 +199,21 @@ class Launch(NamedTuple):
     early: bool = False
 
 
+class Call(NamedTuple):
+    """One launch, as it was asked for."""
+
+    kernel: Kernel
+    launch: Launch
+    args: tuple[KernelArgument, ...]
+
+
+class Pattern(Protocol):
+    """Launches that were packed once, to be repeated with other tensors: Stream.pattern()."""
+
+    @property
+    def num_launches(self) -> int: ...
+
+
 class Event(Protocol):
     """A point in a stream's work. May be recorded again; the latest record counts."""
 
@@ -255,6 +270,28 @@ class Stream(Protocol):
         ...
 
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None: ...
+    def pattern(self, calls: Sequence[Call], addresses: NDArray[np.int64], /) -> Pattern | None:
+        """What repeat() needs to make calls that were made once again, and sooner.
+
+        Args:
+            calls: in order.
+            addresses: [n], where tensors begin that a repetition may replace; 0: none. A tensor of
+                the calls that begins at none of them stays the same.
+
+        Returns:
+            None where a repetition would not be any sooner.
+        """
+        ...
+
+    def repeat(self, pattern: Pattern, addresses: NDArray[np.int64], /) -> None:
+        """Makes the calls of a pattern of this stream.
+
+        Args:
+            pattern: holds on to no memory: all of its tensors must still be there.
+            addresses: [n], where those begin that take the places of the ones it was made with.
+        """
+        ...
+
     def copy(self, dst: Tensor, src: Tensor) -> None:
         """Enqueues a copy of src's bytes over dst, in any direction between homes.
 

@@ -76,10 +76,13 @@ class Arguments:
     The driver reads it during the call, so the stream's one thread uses it again and again.
 
     Raises:
+    Attributes:
+        kinds: of the arguments: "Q" a pointer, "q" a long long, "f" a float.
+
         DeviceError: the arguments are not what the compiled function takes.
     """
 
-    __slots__ = ("_block", "_pack_into", "_pointers", "address", "function")
+    __slots__ = ("_block", "_pack_into", "_pointers", "address", "function", "kinds")
 
     def __init__(self, function: Function, args: tuple[KernelArgument, ...]) -> None:
         kinds = [_kind(argument) for argument in args]
@@ -88,6 +91,7 @@ class Arguments:
         packer = struct.Struct("<" + cells.replace("Qx", "Q").replace("qx", "q"))
         self.function = function
         self._pack_into = packer.pack_into
+        self.kinds = kinds
         self._block = ctypes.create_string_buffer(max(CELL_BYTES * len(kinds), 1))
         start = ctypes.addressof(self._block)
         starts = [start + CELL_BYTES * index for index in range(len(kinds))]

@@ -8,13 +8,18 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from strata_cli.engine.device.base import (
+    Call,
     Event,
     Graph,
     Home,
     Kernel,
     KernelArgument,
     Launch,
+    Pattern,
     Stream,
     Tensor,
 )
@@ -23,6 +28,7 @@ from strata_cli.engine.device.cuda_driver import Context, check, failed
 from strata_cli.engine.device.cuda_event import CudaEvent, CudaGraph, cuda_event, is_done
 from strata_cli.engine.device.cuda_kernels import Arguments, Loader
 from strata_cli.engine.device.cuda_memory import CudaBuffer, spans
+from strata_cli.engine.device.cuda_pattern import CudaPattern, Unpacked, cuda_pattern
 from strata_cli.engine.device.cuda_waiting import wait_until
 from strata_cli.engine.device.row_copies import row_runs
 from strata_cli.errors import DeviceError, ShapeError
@@ -90,7 +96,7 @@ class CudaStream:
         is_early = launch.early and not self._is_joined
         self._is_joined = False
         if is_early and self._context.gpu.capability >= EARLY_CAPABILITY:
-            config = self._early_config(launch, stream)
+            config = self._config(launch, stream, is_early=True)
             status = self._driver.cuLaunchKernelEx(config, function.handle, arguments.address, 0)[0]
         else:
             status = self._driver.cuLaunchKernel(
@@ -109,33 +115,64 @@ class CudaStream:
                 status,
             )
 
-    def _early_config(self, launch: Launch, stream: Any) -> Any:
-        """A launch that need not wait for the one ahead of it; the same object for the same shape.
+    def _config(self, launch: Launch, stream: Any, *, is_early: bool) -> Any:
+        """How a function is cut; early: it need not wait for the launch ahead of it.
 
-        The bindings take longer to make one than for the launch itself.
+        The same object for the same shape: the bindings take longer to make one than for the launch
+        itself.
         """
-        key = (launch.grid, launch.block, launch.shared_bytes)
+        key = (launch.grid, launch.block, launch.shared_bytes, is_early)
         config = self._configs.get(key)
         if config is None:
             if len(self._configs) >= MOST_CONFIGS:
                 self._configs.clear()
-            config = self._configs[key] = self._new_early_config(launch, stream)
+            config = self._configs[key] = self._new_config(launch, stream, is_early=is_early)
         return config
 
-    def _new_early_config(self, launch: Launch, stream: Any) -> Any:
+    def _new_config(self, launch: Launch, stream: Any, *, is_early: bool) -> Any:
         driver = self._driver
-        config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+        config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
         config.sharedMemBytes = launch.shared_bytes
         config.hStream = stream
-        ids = driver.CUlaunchAttributeID
-        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        value = driver.CUlaunchAttributeValue()
-        value.programmaticStreamSerializationAllowed = 1
-        attribute.value = value
-        config.attrs, config.numAttrs = [attribute], 1
+        if is_early:
+            attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+            ids = driver.CUlaunchAttributeID
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            value.programmaticStreamSerializationAllowed = 1
+            attribute.value = value
+            config.attrs, config.numAttrs = [attribute], 1
         return config
+
+    def pattern(self, calls: Sequence[Call], addresses: NDArray[np.int64], /) -> Pattern | None:
+        stream = self._enter("make a pattern")
+        made = [call for call in calls if call.launch.items and all(call.launch.grid)]
+        if not made:
+            return None
+        can_be_early = self._context.gpu.capability >= EARLY_CAPABILITY
+        launches = [
+            Unpacked(
+                self._config(launch, stream, is_early=launch.early and can_be_early),
+                self._arguments[kernel],
+                args + launch.extents,
+            )
+            for kernel, launch, args in made
+        ]
+        alone = self._config(made[0].launch, stream, is_early=False)
+        return CudaPattern(launches, alone, addresses)
+
+    def repeat(self, pattern: Pattern, addresses: NDArray[np.int64], /) -> None:
+        self._enter("repeat", in_graph=False)
+        own = cuda_pattern(pattern)
+        own.move(addresses)
+        launches = own.packed_alone if self._is_joined else own.packed
+        self._is_joined = False
+        launch = self._driver.cuLaunchKernelEx
+        for config, function, parameters in launches:
+            status = launch(config, function, parameters, 0)[0]
+            if status:
+                raise failed(f"cuLaunchKernelEx(one of {own.num_launches} repeated)", status)
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         stream = self._enter("copy")

@@ -9,13 +9,16 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import (
+    Call,
     Event,
     Graph,
     Kernel,
     KernelArgument,
     Launch,
+    Pattern,
     Stream,
     Tensor,
 )
@@ -79,6 +82,12 @@ class HostStream:
         else:
             run = partial(self._pool.run, kernel.host, items, chunks, values)
         self._emit(Operation(kernel.name, run, alive=arrays))
+
+    def pattern(self, _calls: Sequence[Call], _addresses: NDArray[np.int64], /) -> Pattern | None:
+        return None  # what it runs is much longer than a launch takes
+
+    def repeat(self, _pattern: Pattern, _addresses: NDArray[np.int64], /) -> None:
+        raise DeviceError("the host has no patterns of launches")
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         self._emit(Operation("copy", partial(np.copyto, *copy_views(dst, src))))

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import (
+    Call,
     Event,
     Graph,
     Home,
@@ -22,6 +23,7 @@ from strata_cli.engine.device.base import (
     KernelArgument,
     Launch,
     MemoryInfo,
+    Pattern,
     Stream,
     Tensor,
 )
@@ -230,6 +232,13 @@ class PaperStream:
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         if launch.items:
             self._kernels[kernel] = None
+
+    def pattern(self, calls: Sequence[Call], addresses: NDArray[np.int64], /) -> Pattern | None:
+        """None: every launch is to be noted."""
+        return None
+
+    def repeat(self, pattern: Pattern, addresses: NDArray[np.int64], /) -> None:
+        """There is nothing to repeat."""
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         """Nothing is there to copy."""

@@ -7,31 +7,39 @@ delta net, indexed sparse attention, hashed n-gram embedding, mixture of experts
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.device.timing import NO_SPANS, Spans
-from strata_cli.engine.forward.attention import attention
 from strata_cli.engine.forward.batch import Batch
-from strata_cli.engine.forward.delta_net import gated_delta_net
-from strata_cli.engine.forward.feeding import ExpertFeed, ResidentFeed
-from strata_cli.engine.forward.hyper_connections import (
-    norms_itself,
-    read_streams,
-    write_experts,
-    write_product,
-)
-from strata_cli.engine.forward.mixture import mix_experts
-from strata_cli.engine.forward.ngram_embedding import add_ngrams
+from strata_cli.engine.forward.feeding import ExpertFeed
+from strata_cli.engine.forward.hyper_connections import read_streams
+from strata_cli.engine.forward.layer_parts import EXPERTS, MIXER, NGRAMS, LayerPart, LayerPass
 from strata_cli.engine.forward.on_stream import ModelOnStream
+from strata_cli.engine.forward.patterns import Operands, Patterns
+from strata_cli.engine.forward.state import AttentionState
 from strata_cli.engine.forward.weights import LayerWeights
+from strata_cli.engine.kernels.attention_plan import PART_POSITIONS
 from strata_cli.engine.kernels.embed import embed_streams
 from strata_cli.engine.kernels.matmul import matmul
+from strata_cli.engine.kernels.shapes import blocks
+
+MOST_REPEATED_TOKENS = 512  # of a pass; longer ones wait for the GPU, not for the host
+NONE = np.zeros(1, np.int64)  # in place of an address
 
 
 @dataclass(frozen=True, slots=True)
 class Forward(ModelOnStream):
-    """Enqueues passes through all layers of a model, in order."""
+    """Enqueues passes through all layers of a model, in order.
+
+    Attributes:
+        patterns: of layers' launches, as short passes made them.
+    """
+
+    patterns: Patterns = field(default_factory=Patterns, init=False, repr=False, compare=False)
 
     def run(self, batch: Batch, spans: Spans = NO_SPANS, feed: ExpertFeed | None = None) -> None:
         """Enqueue all layers; the residual streams of every row end up in workspace x.
@@ -59,27 +67,14 @@ class Forward(ModelOnStream):
         x: Tensor,
         feed: ExpertFeed | None = None,
     ) -> None:
-        """Enqueue one layer, updating the residual streams x [T, S, D] in place.
-
-        Layers follow each other: each leaves x normed for the next in the workspace, unless that
-        norms it itself.
-        """
-        if layer.ngram is not None:
-            add_ngrams(self, layer.ngram, batch, x)
-        y = read_streams(
-            self, layer.mixer_read, x, is_normed=self._norm_ahead(index, x) is not None
-        )
-        if layer.gdn is not None:
-            last = gated_delta_net(self, index, layer.gdn, batch, y)
-        else:
-            assert layer.attention is not None
-            last = attention(self, index, layer.attention, batch, y)
-        norm = None if norms_itself(self, layer.ffn_read, x) else layer.ffn_read.norm
-        write_product(self, x, last, y.inject, norm)
-        y = read_streams(self, layer.ffn_read, x, is_normed=norm is not None)
-        feed = feed or self._residents(batch.num_tokens)
-        combined = mix_experts(self, index, layer.moe, y, feed, is_recorded=batch.is_recorded)
-        write_experts(self, x, combined, y.inject, self._norm_ahead(index + 1, x))
+        """Enqueue one layer, updating the residual streams x [T, S, D] in place."""
+        own = LayerPass(index, batch, x, feed)
+        parts = (MIXER, EXPERTS) if layer.ngram is None else (NGRAMS, MIXER, EXPERTS)
+        for part in parts:
+            if self._is_repeated(own):
+                self._repeat(part, own)
+            else:
+                part.enqueue(self, own)
 
     def head(self, start: int, stop: int) -> Tensor:
         """Enqueue the final read and the head for rows start..stop of the last pass.
@@ -93,18 +88,34 @@ class Forward(ModelOnStream):
         matmul(self.stream, y.values, self.weights.head, logits, y.rounded)
         return logits
 
-    def _norm_ahead(self, index: int, x: Tensor) -> Tensor | None:
-        """The norm of a layer's first read of streams x if the layer before already does it.
+    def _is_repeated(self, own: LayerPass) -> bool:
+        """Whether a pass is short, and of one sequence that goes on by what the weights say."""
+        batch, num = own.batch, own.batch.num_tokens
+        is_plain = own.feed is None and self.fetcher is None and not batch.is_recorded
+        is_one = len(batch.segments) == 1 and batch.segments[0].room is None
+        return is_plain and is_one and batch.table is None and 1 < num <= MOST_REPEATED_TOKENS
 
-        Not of the first layer, nor where a layer changes the streams before it reads them, nor
-        where the read does it itself.
-        """
-        if not 0 < index < len(self.weights.layers):
-            return None
-        layer = self.weights.layers[index]
-        is_ahead = layer.ngram is None and not norms_itself(self, layer.mixer_read, x)
-        return layer.mixer_read.norm if is_ahead else None
+    def _repeat(self, part: LayerPart, own: LayerPass) -> None:
+        """Enqueue a part of a layer, in the way that it was before where that is known."""
+        index, batch, num = own.layer, own.batch, own.batch.num_tokens
+        known = self.patterns.part((part.name, index), self._all_operands)
+        state = batch.segments[0].state
+        of_state, ids = state.addresses(), NONE
+        if num <= self.workspace.routed_rows:
+            ids = np.array([self.expert_ids(index, num).address], np.int64)
+        reach = 0
+        if part.mixes and isinstance(state.layers[index], AttentionState):
+            reach = blocks(batch.last_position, PART_POSITIONS)  # by which attention is cut
+        self.patterns.enqueue(
+            known,
+            (num, state.context_tokens, reach),
+            np.concatenate((of_state[index], of_state[-1], ids)),
+            self,
+            lambda stream: part.enqueue(replace(self, stream=stream), own),
+        )
 
-    def _residents(self, num_tokens: int) -> ExpertFeed:
-        experts = [layer.moe.experts for layer in self.weights.layers]
-        return ResidentFeed(experts, num_tokens * self.spec.num_experts_per_tok)
+    def _all_operands(self) -> Iterator[tuple[Hashable, Operands]]:
+        """Of every part that a layer may have, by the part's name and the layer."""
+        for index in range(len(self.weights.layers)):
+            for part in (NGRAMS, MIXER, EXPERTS):
+                yield (part.name, index), part.operands(self, index)

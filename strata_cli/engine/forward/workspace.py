@@ -286,6 +286,10 @@ class Workspace:
         layers = self._tensors["segments"].shape[0] // self.most_segments
         return self.take_shaped("segments", layers, count, SEGMENT_WORDS)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory of the workspace, which stays where it is."""
+        return tensor.buffer is self._buffer or tensor.buffer is self._numbers
+
     def take(self, name: str, rows: int) -> Tensor:
         """The first rows of a scratch tensor; contents undefined where its part begins."""
         taken = self._taken.get((name, rows))
