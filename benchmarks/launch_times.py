@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import (
+    Call,
     Device,
     Event,
     Kernel,
@@ -68,6 +71,9 @@ class TimedStream:
         self._in_group += 1
         if self._in_group == GROUP:
             self._run_group()
+
+    def pattern(self, _calls: Sequence[Call], _addresses: NDArray[np.int64], /) -> None:
+        """None: each launch is to be timed."""
 
     def rows(self) -> list[Row]:
         """By kernel, the longest first. Waits for the stream."""
