@@ -22,6 +22,7 @@ class Result(IntEnum):
     CUDA_ERROR_NO_DEVICE = 100
     CUDA_ERROR_NOT_READY = 600
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712
     CUDA_ERROR_NOT_SUPPORTED = 801
 
 
@@ -98,6 +99,8 @@ class FakeDriver:
     def _answer(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self.calls.append((name, args))
         status = self.answers[name].pop(0) if self.answers[name] else OK
+        if name == "cuMemHostRegister" and args[0] in self.registered:
+            status = Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
         if status:
             return (status, 0) if name in self._values else (status,)
         if name in self._effects:

@@ -101,7 +101,7 @@ class CudaDevice:
         """What may still be allocated: within the budget, and free on the GPU."""
         self._check_open()
         self._context.enter()
-        self._context.reap()
+        self._context.holdings.reap()
         free, total = self._driver_memory()
         return MemoryInfo(min(free, self._budget.left_bytes), total)
 
@@ -163,7 +163,7 @@ class CudaDevice:
         for owner in list(self._context.owners):
             owner.close()
         self._loader.close()
-        self._context.reap()
+        self._context.holdings.reap()
         self._context.drop()
 
     def __enter__(self) -> Self:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from strata_cli.engine.device.cuda_batch import BatchCopy, load_batch_copy
+from strata_cli.engine.device.holdings import Holdings
+from strata_cli.engine.device.shelter import Shelter
 from strata_cli.errors import ConfigError, DeviceError, OutOfMemory
 
 MIN_CAPABILITY = (7, 5)
@@ -219,16 +219,14 @@ class Context:
 
     Memory of cuMemHostAlloc holds it, so that arrays over it stay readable after close().
 
-    ``owners`` are the open buffers, events and graphs, closed with the device. ``orphans`` are
-    what an owner left that was dropped without close(): a finalizer can run in any thread, also in
-    one that may not call the driver, so it only appends, and reap() frees. ``_holders`` is written
-    under the lock.
+    ``owners`` are the open buffers, events and graphs, closed with the device; ``holdings`` are
+    what the driver gave to them. Memory, graphs and modules are taken and given back in the
+    ``shelter``. ``_holders`` is written under the lock.
     """
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.owners: weakref.WeakSet[_Closable] = weakref.WeakSet()
-        self.orphans: deque[Callable[[Context], None]] = deque()
         self._token = object()
         self._lock = threading.Lock()
         self._holders = 1
@@ -240,6 +238,8 @@ class Context:
             f"cuDevicePrimaryCtxRetain(cuda:{gpu.ordinal})",
             driver.cuDevicePrimaryCtxRetain(gpu.handle),
         )
+        self.shelter = Shelter(f"strata-cuda-{gpu.ordinal}")
+        self.holdings = Holdings(self.shelter)
 
     def enter(self) -> None:
         """Makes the context current in the calling thread; cheap when it is already."""
@@ -248,15 +248,6 @@ class Context:
                 raise DeviceError(f"device cuda:{self.gpu.ordinal} is closed")
             check("cuCtxSetCurrent()", self.gpu.driver.cuCtxSetCurrent(self._handle))
             _current.token = self._token
-
-    def reap(self) -> None:
-        """Frees the orphans. Waits for the GPU where there are any. Any thread may call it."""
-        while True:
-            try:
-                free = self.orphans.popleft()
-            except IndexError:
-                return
-            free(self)
 
     def hold(self) -> None:
         """Keeps the context until a drop() more."""
@@ -269,5 +260,6 @@ class Context:
             self._holders -= 1
             is_last = self._holders == 0
         if is_last:
+            self.shelter.close()
             self._handle, self._token = None, object()
             self.gpu.driver.cuDevicePrimaryCtxRelease(self.gpu.handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -12,26 +13,52 @@ from strata_cli.engine.device.cuda_waiting import wait_until
 from strata_cli.errors import DeviceError
 
 
+class _Handle:
+    """A handle of the driver's.
+
+    Args:
+        context: whose driver.
+        destroy: the driver's function that ends it.
+        kept: lives until then.
+
+    Attributes:
+        value: the handle; None: there is none yet, or no more.
+    """
+
+    def __init__(self, context: Context, destroy: str, kept: list[object] | None = None) -> None:
+        self._context = context
+        self._destroy = destroy
+        self._kept = kept
+        self.value: Any = None
+
+    def make_event(self, flag: int) -> None:
+        self._context.enter()
+        self.value = check("cuEventCreate()", self._context.gpu.driver.cuEventCreate(flag))
+
+    def free(self) -> None:
+        value, self.value = self.value, None
+        if value is not None:
+            self._context.enter()
+            getattr(self._context.gpu.driver, self._destroy)(value)
+
+
 class CudaEvent:
     """A CUevent. One made with timing can be read by elapsed_ms."""
 
-    _handle: Any = None  # also of one whose making was interrupted
-
     def __init__(self, context: Context, *, timing: bool) -> None:
-        driver = context.gpu.driver
-        flags = driver.CUevent_flags
+        flags = context.gpu.driver.CUevent_flags
         self._context = context
         self._timing = timing
         self.failure: Failure | None = None
-        context.enter()
+        self._event = _Handle(context, "cuEventDestroy")
         flag = flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING
-        self._handle = check("cuEventCreate()", driver.cuEventCreate(int(flag)))
+        context.holdings.take(self, self._event, partial(self._event.make_event, int(flag)))
 
     @property
     def handle(self) -> Any:
-        if self._handle is None:
+        if self._event.value is None:
             raise DeviceError("event is closed")
-        return self._handle
+        return self._event.value
 
     def query(self) -> bool:
         self._context.enter()
@@ -53,19 +80,7 @@ class CudaEvent:
         return float(check("cuEventElapsedTime()", answer))
 
     def close(self) -> None:
-        if self._handle is not None:
-            self._context.enter()
-            self._context.gpu.driver.cuEventDestroy(self._handle)
-            self._handle = None
-
-    def __del__(self) -> None:
-        if self._handle is not None:
-            self._context.orphans.append(partial(_destroy_event, self._handle))
-
-
-def _destroy_event(handle: Any, context: Context) -> None:
-    context.enter()
-    context.gpu.driver.cuEventDestroy(handle)
+        self._context.holdings.give(self)
 
 
 def is_done(call: str, status: Any) -> bool:
@@ -89,42 +104,39 @@ def cuda_event(event: Event) -> CudaEvent:
 
 
 class CudaGraph:
-    """A CUgraphExec, and what must live as long: the buffers and host functions inside it."""
+    """A CUgraphExec, and what must live as long: the buffers and host functions inside it.
 
-    _exec: Any = None  # also of one whose making was interrupted
+    Attributes:
+        block: what captures it, from its beginning on.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._is_open = True
         self.kept: list[object] = []
+        self.block: weakref.ref[object] | None = None
+        self._exec = _Handle(context, "cuGraphExecDestroy", self.kept)
+        context.holdings.claim(self, self._exec)
 
     @property
     def handle(self) -> Any:
-        if not self._is_open or self._exec is None:
+        if not self._is_open or self._exec.value is None:
             raise DeviceError("graph is closed" if not self._is_open else "graph is not complete")
-        return self._exec
+        return self._exec.value
+
+    def is_abandoned(self) -> bool:
+        """Whether its capture was left without an end."""
+        return self.block is not None and self.block() is None
 
     def instantiate(self, graph: Any) -> None:
-        """Makes the captured CUgraph executable and destroys it."""
+        """Makes the captured CUgraph executable and destroys it; nothing may interrupt this."""
         driver = self._context.gpu.driver
         try:
-            self._exec = check("cuGraphInstantiate()", driver.cuGraphInstantiate(graph, 0))
+            self._exec.value = check("cuGraphInstantiate()", driver.cuGraphInstantiate(graph, 0))
         finally:
             driver.cuGraphDestroy(graph)
 
     def close(self) -> None:
         self._is_open = False
-        if self._exec is not None:
-            self._context.enter()
-            self._context.gpu.driver.cuGraphExecDestroy(self._exec)
-            self._exec = None
+        self._context.holdings.give(self)
         self.kept.clear()
-
-    def __del__(self) -> None:
-        if self._exec is not None:
-            self._context.orphans.append(partial(_destroy_graph, self._exec, self.kept))
-
-
-def _destroy_graph(handle: Any, _kept: list[object], context: Context) -> None:
-    context.enter()
-    context.gpu.driver.cuGraphExecDestroy(handle)

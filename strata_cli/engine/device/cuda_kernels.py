@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,10 +76,10 @@ class Arguments:
 
     The driver reads it during the call, so the stream's one thread uses it again and again.
 
-    Raises:
     Attributes:
         kinds: of the arguments: "Q" a pointer, "q" a long long, "f" a float.
 
+    Raises:
         DeviceError: the arguments are not what the compiled function takes.
     """
 
@@ -90,8 +91,8 @@ class Arguments:
         cells = "".join(kind.ljust(2, "x") if kind != "f" else "f4x" for kind in kinds)
         packer = struct.Struct("<" + cells.replace("Qx", "Q").replace("qx", "q"))
         self.function = function
-        self._pack_into = packer.pack_into
         self.kinds = kinds
+        self._pack_into = packer.pack_into
         self._block = ctypes.create_string_buffer(max(CELL_BYTES * len(kinds), 1))
         start = ctypes.addressof(self._block)
         starts = [start + CELL_BYTES * index for index in range(len(kinds))]
@@ -165,7 +166,7 @@ class Loader:
             missing = dict.fromkeys(kernel for kernel in kernels if kernel not in self._functions)
             names = {_unit_name(kernel) for kernel in missing} - self._modules.keys()
             for name, cubin in self._build_all(sorted(names), compiling):
-                self._modules[name] = (self._load(name, cubin), cubin)
+                self._context.shelter.run(partial(self._load, name, cubin))
             for kernel in missing:
                 self._functions[kernel] = self._find(kernel)
 
@@ -192,13 +193,14 @@ class Loader:
             made = threads.map(lambda unit, cubin: cubin or unit.run(self._cache), units, found)
             return list(zip(names, made, strict=True))
 
-    def _load(self, name: _UnitName, cubin: Cubin) -> Any:
+    def _load(self, name: _UnitName, cubin: Cubin) -> None:
         self._context.enter()
         image = np.frombuffer(cubin.image, np.uint8)
-        return check(
+        module = check(
             f"cuModuleLoadData({name.source}, {image.size} bytes)",
             self._context.gpu.driver.cuModuleLoadData(image.__array_interface__["data"][0]),
         )
+        self._modules[name] = (module, cubin)
 
     def _find(self, kernel: Kernel) -> Function:
         module, cubin = self._modules[_unit_name(kernel)]

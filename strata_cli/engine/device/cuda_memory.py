@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -98,6 +97,37 @@ class CudaBuffer:
         self.close()
 
 
+class _Allocation:
+    """Device memory, and its share of the budget."""
+
+    def __init__(self, context: Context, budget: Budget, nbytes: int) -> None:
+        self._context = context
+        self._budget = budget
+        self._nbytes = -(-max(nbytes, 1) // GRANULE_BYTES) * GRANULE_BYTES
+        self._held: list[int] = []
+
+    @property
+    def address(self) -> int:
+        return self._held[0]
+
+    def take(self) -> None:
+        """See DeviceBuffer."""
+        self._context.enter()
+        self._context.holdings.reap()
+        self._budget.take(self._nbytes)
+        try:
+            self._held.append(int(allocate(self._context, self._nbytes)))
+        except BaseException:
+            self._budget.give(self._nbytes)
+            raise
+
+    def free(self) -> None:
+        while self._held:
+            self._context.enter()
+            self._context.gpu.driver.cuMemFree(self._held.pop())
+            self._budget.give(self._nbytes)
+
+
 class DeviceBuffer(CudaBuffer):
     """Memory of the GPU. Freeing it waits for the GPU, so work in flight may still use it.
 
@@ -105,43 +135,17 @@ class DeviceBuffer(CudaBuffer):
         OutOfMemory: the budget or the GPU has not enough left.
     """
 
-    _is_allocated = False  # also of one whose making was interrupted
-
     def __init__(
         self, context: Context, budget: Budget, nbytes: int, *, read_only: bool = False
     ) -> None:
         super().__init__(context, Home.DEVICE, nbytes, read_only=read_only)
-        self._budget = budget
-        self._counted_bytes = -(-max(nbytes, 1) // GRANULE_BYTES) * GRANULE_BYTES
-        context.enter()
-        context.reap()
-        budget.take(self._counted_bytes)
-        try:
-            self._address = int(allocate(context, self._counted_bytes))
-        except BaseException:
-            budget.give(self._counted_bytes)
-            raise
-        self._is_allocated = True
+        allocation = _Allocation(context, budget, nbytes)
+        context.holdings.take(self, allocation, allocation.take)
+        self._address = allocation.address
 
     def close(self) -> None:
         super().close()
-        if self._is_allocated:
-            self._is_allocated = False
-            free(self._address, self._budget, self._counted_bytes, self.context)
-
-    def __del__(self) -> None:
-        if self._is_allocated:
-            self._is_allocated = False
-            self.context.orphans.append(
-                partial(free, self._address, self._budget, self._counted_bytes)
-            )
-
-
-def free(address: int, budget: Budget, counted_bytes: int, context: Context) -> None:
-    """Gives device memory back. Never raises: used in cleanup."""
-    context.enter()
-    context.gpu.driver.cuMemFree(address)
-    budget.give(counted_bytes)
+        self.context.holdings.give(self)
 
 
 def allocate(context: Context, nbytes: int) -> Any:

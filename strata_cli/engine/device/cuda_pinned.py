@@ -6,7 +6,6 @@ import ctypes
 import logging
 import mmap
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,36 +48,50 @@ class PinnedBuffer(HostViewBuffer):
     """
 
     def __init__(self, context: Context, nbytes: int) -> None:
-        self._pieces: list[Piece] = []
         context.enter()
-        context.reap()
+        context.holdings.reap()
         size = -(-max(nbytes, 1) // PAGE_BYTES) * PAGE_BYTES
-        data = anonymous_bytes(size if nbytes >= 0 else nbytes)
-        populate(data)
-        pieces = register(context, data)
-        if pieces is None:
-            logger.warning("cuMemHostRegister is not supported here: page-locking is slower")
-            data = host_alloc(context, size)
-            pieces = []
-        super().__init__(context, Home.PINNED, data[:nbytes])
-        self._pieces = pieces
-        self.pieces_bytes = SLICE_BYTES if len(pieces) > 1 else 0
-        self._address = mapped_address(context, Piece(self._address, size), pieces)
+        pages = _LockedPages(context, anonymous_bytes(size if nbytes >= 0 else nbytes))
+        populate(pages.memory)
+        super().__init__(context, Home.PINNED, pages.memory[:nbytes])
+        context.holdings.take(self, pages, pages.lock)
+        self._bytes = pages.memory[:nbytes]
+        self._address = pages.address
+        self.pieces_bytes = SLICE_BYTES if len(pages.pieces) > 1 else 0
 
     def close(self) -> None:
         super().close()
-        unregister(self._pieces, self.context)
-
-    def __del__(self) -> None:
-        if self._pieces:
-            # The array goes along: pages must stay mapped for as long as they are registered.
-            self.context.orphans.append(partial(_unregister_orphan, self._pieces, self._bytes))
+        self.context.holdings.give(self)
 
 
-def _unregister_orphan(
-    pieces: list[Piece], _keep_mapped: NDArray[np.uint8] | None, context: Context
-) -> None:
-    unregister(pieces, context)
+class _LockedPages:
+    """Host memory and the lock on it. It stays mapped for as long as it is registered.
+
+    Attributes:
+        memory: uint8 [nbytes], whole pages; another than before where the driver gave it.
+        address: at which kernels find it, once it is locked.
+        pieces: that are registered; none where the driver gave the memory.
+    """
+
+    def __init__(self, context: Context, memory: NDArray[np.uint8]) -> None:
+        self._context = context
+        self.memory = memory
+        self.address = 0
+        self.pieces: list[Piece] = []
+
+    def lock(self) -> None:
+        """See PinnedBuffer."""
+        self._context.enter()
+        pieces = register(self._context, self.memory)
+        if pieces is None:
+            logger.warning("cuMemHostRegister is not supported here: page-locking is slower")
+            self.memory = host_alloc(self._context, self.memory.size)
+        self.pieces = pieces or []
+        whole = Piece(int(self.memory.__array_interface__["data"][0]), self.memory.size)
+        self.address = mapped_address(self._context, whole, self.pieces)
+
+    def free(self) -> None:
+        unregister(self.pieces, self._context)
 
 
 def populate(data: NDArray[np.uint8]) -> None:

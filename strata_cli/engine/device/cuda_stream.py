@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -52,6 +53,7 @@ class CudaStream:
         self._arguments: dict[Kernel, Arguments] = {}
         self._configs: dict[tuple[Any, ...], Any] = {}
         self._capturing: CudaGraph | None = None
+        self._captures_for: CudaStream | None = None  # another, which was forked into this one
         self._sides: list[CudaStream] = []
         self._is_joined = False
         context.enter()
@@ -336,6 +338,7 @@ class CudaStream:
         own = _cuda_stream(side)
         if self._capturing is not None:
             self._sides.append(own)  # first, so that an interrupt leaves it to the capture's end
+            own._captures_for = self._captures_for or self
             own._capturing = self._capturing
         self._before(own)
 
@@ -374,16 +377,23 @@ class CudaStream:
 
     def end_capture(self, graph: CudaGraph) -> None:
         """Ends the capture and makes the graph executable."""
-        stream = self._handle
-        answer = self._driver.cuStreamEndCapture(stream)
-        self._end_sides()
-        self._capturing = None
-        graph.instantiate(check("cuStreamEndCapture()", answer))
-        check("cuGraphUpload()", self._driver.cuGraphUpload(graph.handle, stream))
+        self._context.shelter.run(partial(self._end, graph))
+        check("cuGraphUpload()", self._driver.cuGraphUpload(graph.handle, self._handle))
 
     def drop_capture(self, graph: CudaGraph) -> None:
         """Ends the capture of this graph, if it is under way, without a result."""
-        if self._capturing is not graph:
+        if self._capturing is graph:
+            self._context.shelter.run(partial(self._drop, graph))
+
+    def _end(self, graph: CudaGraph) -> None:
+        self._context.enter()
+        answer = self._driver.cuStreamEndCapture(self._handle)
+        self._end_sides()
+        self._capturing = None
+        graph.instantiate(check("cuStreamEndCapture()", answer))
+
+    def _drop(self, graph: CudaGraph) -> None:
+        if self._capturing is not graph:  # what was asked for before has ended it
             return
         if self._handle is not None:
             self._context.enter()
@@ -423,6 +433,9 @@ class CudaStream:
         """The stream's handle, its context current; refuses what cannot be done now."""
         if self._handle is None:
             raise DeviceError(f"stream {self._name!r} is closed: cannot {what}")
+        graph = self._capturing
+        if graph is not None and graph.is_abandoned():
+            (self._captures_for or self).drop_capture(graph)
         if self._capturing is not None and not in_graph:
             raise DeviceError(
                 f"stream {self._name!r} is capturing a graph: cannot {what}",
@@ -432,28 +445,29 @@ class CudaStream:
         return self._handle
 
 
-class _Capture(NamedTuple):
+class _Capture:
     """The block of a capture.
 
     An interrupt can come at any line, even before the first one of __exit__. Then the capture ends
-    when nothing refers to its block any more. A tuple, because it is never there by half.
+    when its streams are used again: nothing refers to its block any more.
     """
 
-    stream: CudaStream
-    graph: CudaGraph
+    __slots__ = ("__weakref__", "_graph", "_stream")
+
+    def __init__(self, stream: CudaStream, graph: CudaGraph) -> None:
+        self._stream = stream
+        self._graph = graph
 
     def __enter__(self) -> Graph:
-        self.stream.begin_capture(self.graph)
-        return self.graph
+        self._graph.block = weakref.ref(self)
+        self._stream.begin_capture(self._graph)
+        return self._graph
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.stream.end_capture(self.graph)
+            self._stream.end_capture(self._graph)
         else:
-            self.stream.drop_capture(self.graph)
-
-    def __del__(self) -> None:
-        self.stream.drop_capture(self.graph)
+            self._stream.drop_capture(self._graph)
 
 
 def _cuda_stream(stream: Stream) -> CudaStream:
