@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Literal, Self
@@ -254,6 +254,7 @@ class Engine:
         wanted: Wanted,
         progress: Progress | None,
         cancellation: Cancellation,
+        meanwhile: Callable[[], None] | None,
     ) -> NDArray[np.float32]:
         with self._watch.prompt(state.position, len(ids)):
             rows = prefill(
@@ -267,6 +268,7 @@ class Engine:
                 watch=self._watch,
                 streamer=self._streamer,
                 cancellation=cancellation,
+                meanwhile=meanwhile,
             )
         self._learn_prompt()
         return rows

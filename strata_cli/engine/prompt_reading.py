@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_cli.engine.engine import Sequence
+from strata_cli.engine.forward.state import Snapshot
 from strata_cli.engine.prompt_cache import Checkpoint, PromptCache
 
 Floats = NDArray[np.float32]
@@ -62,6 +63,7 @@ class PromptReading:
         cache.keep_prefixes(ids)
         cuts = cache.cuts(self.start, len(ids), parting, sequence.pass_tokens)
         self._stops = [*cuts, len(ids)]
+        self._end: Snapshot | None = None
 
     @property
     def is_over(self) -> bool:
@@ -93,6 +95,15 @@ class PromptReading:
         ids = self._ids[position : stop if most is None else min(stop, position + most)]
         return Upcoming(ids, self._wants_logits and len(ids) == self.left_tokens)
 
+    def copy_end(self) -> None:
+        """All tokens that are left are on their way: have the state behind them copied as well.
+
+        Without this, add() does it. Nobody waits for the copies, and what add() costs the host then
+        is spent while the device works.
+        """
+        if self._keeps_end and self._cache.rules.prompt_cache:
+            self._end = self.sequence.snapshot(waits=False)
+
     def add(self, logits: Floats | None = None) -> None:
         """The next tokens were read.
 
@@ -107,5 +118,5 @@ class PromptReading:
         if is_kept and self._cache.rules.prompt_cache:
             end = self.logits.copy() if self.is_over and self.logits is not None else None
             # Whoever waits for logits has them: what they make of them runs beside the copies.
-            snapshot = self.sequence.snapshot(waits=end is None)
+            snapshot = self._end or self.sequence.snapshot(waits=end is None)
             self._cache.add(Checkpoint(snapshot, end))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
@@ -73,6 +74,7 @@ class Sequence:
         logits: Wanted = "last",
         progress: Progress | None = None,
         cancellation: Cancellation = NEVER,
+        meanwhile: Callable[[], None] | None = None,
     ) -> NDArray[np.float32]:
         """Read tokens in chunks; the cuts do not change a bit of the result.
 
@@ -81,6 +83,8 @@ class Sequence:
             logits: which rows' logits to return.
             progress: called with (tokens read, tokens in all) after each chunk.
             cancellation: ends it between two chunks, or while a chunk waits for its experts.
+            meanwhile: called while the device makes the last token's logits, if these are wanted;
+                the sequence is at its end already, and nobody waits for what is enqueued.
 
         Returns:
             "last": [V]; "all": [len(ids), V]; "none": [0].
@@ -92,7 +96,12 @@ class Sequence:
         """
         self._check(ids)
         return self._engine._prefill(
-            self._state, ids, wanted=logits, progress=progress, cancellation=cancellation
+            self._state,
+            ids,
+            wanted=logits,
+            progress=progress,
+            cancellation=cancellation,
+            meanwhile=meanwhile,
         )
 
     def step(self, token_id: int) -> NDArray[np.float32]:

@@ -338,6 +338,7 @@ class Session:
                 logits="last" if wants_logits else "none",
                 progress=_shifted(progress, total - reading.left_tokens, total),
                 cancellation=cancellation,
+                meanwhile=reading.copy_end,
             )
             self.read_tokens += len(ids)
             reading.add(logits if wants_logits else None)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from strata_cli.engine import reading
 from strata_cli.engine.conversations import ConversationCache
 from strata_cli.engine.engine import Engine
+from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot
 from strata_cli.engine.prompt_cache import CacheRules, is_prefix
 from strata_cli.engine.reading import ReadRequest
@@ -327,3 +328,32 @@ def test_a_session_adopts_what_another_knows(engine: Engine, truth: Truth) -> No
         assert np.array_equal(bits(logits), bits(truth(TEXT[:42]).logits))
         check(one, truth, TEXT[:20] + OTHER[:9])
         assert one.kept_tokens(TEXT[:40]) == 16
+
+
+def test_a_state_is_copied_while_its_logits_are_computed(
+    engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And counts, though the logits never came."""
+    done: list[str] = []
+    snapshot = SequenceState.snapshot
+
+    def copied(state: SequenceState, *, waits: bool = True) -> Snapshot:
+        done.append("copied" if not waits else "copied and waited")
+        return snapshot(state, waits=waits)
+
+    def interrupted(_port: RowPort, _rows: int) -> None:
+        done.append("logits")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SequenceState, "snapshot", copied)
+    with Session(engine, SMALL) as session:
+        session.read_prefix(TEXT[:20])
+        done.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(RowPort, "read_marked_logits", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.read(TEXT[:30])
+        assert done == ["copied", "logits"]
+        assert check(session, truth, TEXT[:40]) == 30
+        assert check(session, truth, TEXT[:30]) == 20
+        assert session.read(TEXT[:30]).reused_tokens == 30

@@ -34,6 +34,7 @@ class RowPort:
         table = workspace.segments(workspace.most_segments)
         self._tables = device.allocate_pinned(table.nbytes)
         self._inputs_read: Event = device.event()
+        self._logits_copied: Event = device.event()
         self._is_marked = True
 
     def stage(self, ids: Sequence[int], positions: Sequence[int] | range) -> None:
@@ -80,14 +81,24 @@ class RowPort:
         """Enqueue the copy of logits [rows, V] to pinned memory."""
         self._stream.copy(self._logits.rows(0, logits.shape[0]), logits)
 
+    def mark_logits(self) -> None:
+        """Record that the logits are there once everything enqueued so far has run."""
+        self._stream.record(self._logits_copied)
+
     def read_logits(self, rows: int) -> NDArray[np.float32]:
         """Wait for the stream and return a copy of the logits, [rows, V]."""
         self._stream.synchronize()
         return np.array(self._logits.rows(0, rows).numpy())
 
+    def read_marked_logits(self, rows: int) -> NDArray[np.float32]:
+        """The same, but wait for no more than what the last mark_logits() was behind."""
+        self._logits_copied.synchronize()
+        return np.array(self._logits.rows(0, rows).numpy())
+
     def close(self) -> None:
         """Gives the pinned memory back. Safe to call twice."""
         self._inputs_read.close()
+        self._logits_copied.close()
         self._inputs.close()
         self._tables.close()
         self._outputs.close()

@@ -36,6 +36,7 @@ def prefill(
     watch: Watch = NO_WATCH,
     streamer: PromptStreamer | None = None,
     cancellation: Cancellation = NEVER,
+    meanwhile: Callable[[], None] | None = None,
 ) -> NDArray[np.float32]:
     """Read tokens into a sequence, in chunks of at most the workspace's tokens.
 
@@ -52,6 +53,8 @@ def prefill(
         watch: looks on.
         streamer: brings experts that are not resident; None: all are.
         cancellation: ends it between two chunks, or where a chunk's experts are waited for.
+        meanwhile: called once all tokens count as read, while the last one's logits are computed;
+            nobody waits for what it enqueues. Not where these are not what is wanted.
 
     Returns:
         "last": logits [V] of the last token; "all": [len(ids), V]; "none": [0].
@@ -78,7 +81,10 @@ def prefill(
         return np.concatenate(collected)
     last = len(chunk)
     port.enqueue_logits(forward.head(last - 1, last))
-    row: NDArray[np.float32] = port.read_logits(1)[0]
+    port.mark_logits()
+    if meanwhile is not None:
+        meanwhile()
+    row: NDArray[np.float32] = port.read_marked_logits(1)[0]
     return row
 
 
