@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from strata_cli.engine.device.base import Pattern
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.engine import Sequence as EngineSequence
@@ -57,19 +58,28 @@ def interrupt(
 ) -> Iterator[None]:
     """Inside the block, the stream's operation raises KeyboardInterrupt, after so many that pass.
 
-    The block must end in that interrupt.
+    The block must end in that interrupt. Launches that are repeated together count one by one.
     """
-    allowed, left = getattr(engine._stream, operation), after
+    allowed, repeat, left = getattr(engine._stream, operation), engine._stream.repeat, after
+
+    def count(number: int) -> None:
+        nonlocal left
+        if left < number:
+            raise KeyboardInterrupt
+        left -= number
 
     def counted(*args: Any) -> None:
-        nonlocal left
-        if left == 0:
-            raise KeyboardInterrupt
-        left -= 1
+        count(1)
         allowed(*args)
+
+    def counted_together(pattern: Pattern, addresses: NDArray[np.int64]) -> None:
+        count(pattern.num_launches)
+        repeat(pattern, addresses)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._stream, operation, counted)
+        if operation == "launch":
+            patch.setattr(engine._stream, "repeat", counted_together)
         with pytest.raises(KeyboardInterrupt):
             yield
 
