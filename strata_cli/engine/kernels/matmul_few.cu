@@ -27,6 +27,10 @@ struct Found {
     long long blobs[2];
     int first, count;
     int source[8];  // the row of x of each pair
+
+    __device__ const unsigned char *matrix(int i, long long offset_bytes) const {
+        return reinterpret_cast<const unsigned char *>(blobs[i]) + offset_bytes;
+    }
 };
 
 // Finds the pairs of these experts from the blockIdx.x-th on, by all threads; whether the block has
@@ -71,6 +75,16 @@ __device__ inline bool find_pairs(Found &found, const int *row_of, const int *ex
     return found.count > 0;
 }
 
+// few, of the tokens of the block's pass, which is the blockIdx.x-th.
+template <class Gate, class Results = Written, class Work>
+__device__ inline void few_of_pass(const Work &work, long long columns, long long tokens,
+                                   const float *x, const Gate &gate, uint4 *shared,
+                                   const Results &results = Results()) {
+    const int first = static_cast<int>(columns) * blockIdx.x;
+    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
+    few(work, {nullptr, first, count}, x, gate, shared, results);
+}
+
 // matmul_few: grid (passes of `columns` tokens, blocks): passes over the same rows run side by
 //   side, so all but one find them in the L2 cache
 //   streams [S,rows] f32 in place, inject: see StreamsWritten; then out is not written
@@ -92,14 +106,12 @@ __global__ void __maxnreg__(WRITTEN_STREAMS ? MORE_REGISTERS : MOST_REGISTERS)
     const auto work = work_of_one<ROWS, Kind<TYPE, LANE, ALIGN>>(
         data, out, rows, cols, plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks),
         layout_from(teams, team_warps, slots, slot_chunks, parts, sums), gridDim.y);
-    const int first = static_cast<int>(columns) * blockIdx.x;
-    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
 #if WRITTEN_STREAMS
     const StreamsWritten results = {streams, {inject, inject_parts, divisor, WRITTEN_STREAMS, 1}};
 #else
     const Written results;
 #endif
-    few(work, {nullptr, first, count}, x, Plain(), shared, results);
+    few_of_pass(work, columns, tokens, x, Plain(), shared, results);
 }
 
 // matmul_few_inject: matmul_few, and beside it the inject of the same x, by more blocks
@@ -126,9 +138,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     const auto work = work_of_one<ROWS, Kind<TYPE, LANE, ALIGN>>(
         data, out, rows, cols, plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks),
         layout_from(teams, team_warps, slots, slot_chunks, stages, sums), static_cast<int>(blocks));
-    const int first = static_cast<int>(columns) * blockIdx.x;
-    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
-    few(work, {nullptr, first, count}, x, Plain(), shared);
+    few_of_pass(work, columns, tokens, x, Plain(), shared);
 }
 
 // read_few: matmul_few_inject of the normed streams of one token, which the blocks norm themselves
@@ -179,9 +189,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
         data, out, rows, cols, plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks),
         layout_from(teams, team_warps, slots, slot_chunks, parts, sums), gridDim.y);
     const Gated gate = {up == x ? nullptr : up, static_cast<float>(divisor)};
-    const int first = static_cast<int>(columns) * blockIdx.x;
-    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
-    few(work, {nullptr, first, count}, x, gate, shared);
+    few_of_pass(work, columns, tokens, x, gate, shared);
 }
 
 // normed_few: as matmul_few, of gated_norm's output, which is made as activations are loaded
@@ -205,15 +213,13 @@ __global__ void __maxnreg__(WRITTEN_STREAMS ? FEWER_REGISTERS : MOST_REGISTERS)
     const auto work = work_of_one<ROWS, Kind<TYPE, LANE, ALIGN>>(
         data, out, rows, cols, plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks),
         layout_from(teams, team_warps, slots, slot_chunks, parts, sums), gridDim.y);
-    const int first = static_cast<int>(columns) * blockIdx.x;
-    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
     const Normed gate = {z, norm, static_cast<int>(dim), eps};
 #if WRITTEN_STREAMS
     const StreamsWritten results = {streams, {inject, inject_parts, divisor, WRITTEN_STREAMS, 1}};
 #else
     const Written results;
 #endif
-    few(work, {nullptr, first, count}, x, gate, shared, results);
+    few_of_pass(work, columns, tokens, x, gate, shared, results);
 }
 
 #if MIXED_STREAMS
@@ -231,10 +237,8 @@ __global__ void __maxnreg__(MORE_REGISTERS)
     const auto work = work_of_one<ROWS, Kind<TYPE, LANE, ALIGN>>(
         data, out, rows, cols, plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks),
         layout_from(teams, team_warps, slots, slot_chunks, parts, sums), gridDim.y);
-    const int first = static_cast<int>(columns) * blockIdx.x;
-    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
     const Gated gate = {nullptr, static_cast<float>(MIXED_STREAMS)};
-    few(work, {nullptr, first, count}, x, gate, shared, Mixed{normed});
+    few_of_pass(work, columns, tokens, x, gate, shared, Mixed{normed});
 }
 #endif
 
@@ -262,9 +266,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
     const auto work = work_of_one<ROWS, Kind<TYPE, LANE, ALIGN>>(
         data, out, rows, cols, plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks),
         layout_from(teams, team_warps, slots, slot_chunks, parts, sums), gridDim.y - 1);
-    const int first = static_cast<int>(columns) * blockIdx.x;
-    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
-    few(work, {nullptr, first, count}, x, Gated{up, 1.0f}, shared);
+    few_of_pass(work, columns, tokens, x, Gated{up, 1.0f}, shared);
 }
 
 // matmul_several: the first MATRICES of six matrices, of up to three kinds; grid as matmul_few
@@ -310,15 +312,13 @@ __global__ void __maxnreg__(CONV_TAPS ? MORE_REGISTERS : MOST_REGISTERS)
     work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
     work.number_tiles();
-    const int first = static_cast<int>(columns) * blockIdx.x;
-    const int count = min(static_cast<int>(columns), static_cast<int>(tokens) - first);
 #if CONV_TAPS
     const Convolved results = {taps, history, static_cast<int>(rows0)};
     results.fetch_ahead_all();
 #else
     const Written results;
 #endif
-    few(work, {nullptr, first, count}, x, Plain(), shared, results);
+    few_of_pass(work, columns, tokens, x, Plain(), shared, results);
 }
 
 // grouped_few: pairs sorted by expert; grid (pairs of these experts, blocks). Blocks x make the
@@ -341,7 +341,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
                     static_cast<int>(columns), blobs, blobs))
         return;
     const auto work = work_of_one<ROWS, Kind<TYPE, LANE, ALIGN>>(
-        reinterpret_cast<const unsigned char *>(found.blobs[0]) + offset_bytes, out, rows, cols,
+        found.matrix(0, offset_bytes), out, rows, cols,
         plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks),
         layout_from(teams, team_warps, slots, slot_chunks, parts, sums), gridDim.y);
     few(work, {found.source, found.first, found.count}, x, Plain(), shared);
@@ -366,7 +366,7 @@ __global__ void __maxnreg__(MOST_REGISTERS)
                     static_cast<int>(columns), blobs, blobs))
         return;
     const auto work = work_of_one<ROWS, Kind<TYPE, LANE, ALIGN>>(
-        reinterpret_cast<const unsigned char *>(found.blobs[0]) + offset_bytes, out, rows, cols,
+        found.matrix(0, offset_bytes), out, rows, cols,
         plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks),
         layout_from(teams, team_warps, slots, slot_chunks, parts, sums), gridDim.y);
     few(work, {found.source, found.first, found.count}, x, Gated{up, 1.0f}, shared);
@@ -392,10 +392,8 @@ __global__ void __maxnreg__(MOST_REGISTERS)
                     static_cast<int>(columns), blobs0, blobs1))
         return;
     Work<ROWS, 2, Kind<TYPE, LANE, ALIGN>> work;
-    work.matrices[0] = {reinterpret_cast<const unsigned char *>(found.blobs[0]) + offset0, out0,
-                        static_cast<int>(rows), 0, 0};
-    work.matrices[1] = {reinterpret_cast<const unsigned char *>(found.blobs[1]) + offset1, out1,
-                        static_cast<int>(rows), 0, 0};
+    work.matrices[0] = {found.matrix(0, offset0), out0, static_cast<int>(rows), 0, 0};
+    work.matrices[1] = {found.matrix(1, offset1), out1, static_cast<int>(rows), 0, 0};
     work.plans[0] = plan_from(slice, slices, part_slices, tile_rows, span_shift, chunks);
     work.layout = layout_from(teams, team_warps, slots, slot_chunks, parts, sums);
     work.cols = static_cast<int>(cols);
