@@ -4,7 +4,6 @@
 #include "math32.cuh"
 #include "mix.cuh"
 #include "overlap.cuh"
-#include "pairs.cuh"
 #include "route.cuh"
 #include "special.cuh"
 
@@ -141,26 +140,17 @@ extern "C" __global__ void relabel(const int *ids, const int *rank_of, int *rank
 }
 
 // swiglu: out = silu(gate) * up; out may be gate or up
-//   gate, up, out [n] f32 and, if wanted, rounded [n] f16
-//   grid (n / (4 * block)), each thread 4 elements; moves 12 (14) * n bytes
-extern "C" __global__ void swiglu(const float *gate, const float *up, float *out,
-                                  unsigned short *rounded, long long n, long long rounds) {
+//   gate, up, out [n] f32
+//   grid (n / (4 * block)), each thread 4 elements; moves 12 * n bytes
+extern "C" __global__ void swiglu(const float *gate, const float *up, float *out, long long n) {
     start_early();
     const long long first = 4 * (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x);
-    if (first + 4 <= n && is_wide(4, gate, up, out) && is_wide(4, rounded)) {
+    if (first + 4 <= n && is_wide(4, gate, up, out)) {
         const float4 g = load4(gate + first), u = load4(up + first);
-        const float4 v =
-            make_float4(silu32(g.x) * u.x, silu32(g.y) * u.y, silu32(g.z) * u.z, silu32(g.w) * u.w);
-        store4(out + first, v);
-        if (rounds)
-            *reinterpret_cast<uint2 *>(rounded + first) =
-                make_uint2(pair_of(v.x, v.y), pair_of(v.z, v.w));
+        store4(out + first, make_float4(silu32(g.x) * u.x, silu32(g.y) * u.y, silu32(g.z) * u.z,
+                                        silu32(g.w) * u.w));
     } else {
-        for (long long i = first; i < min(first + 4, n); i++) {
-            const float v = silu32(gate[i]) * up[i];
-            out[i] = v;
-            if (rounds) rounded[i] = half_of(v);
-        }
+        for (long long i = first; i < min(first + 4, n); i++) out[i] = silu32(gate[i]) * up[i];
     }
 }
 

@@ -23,11 +23,10 @@ from strata_cli.engine.kernels.rows import (
     exp_row,
     swiglu_row,
 )
-from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain, halves_of
+from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank, grain
 from strata_cli.errors import ShapeError
 
 Floats = NDArray[np.float32]
-Halves = NDArray[np.uint16]
 Ints = NDArray[np.int32]
 F32 = np.float32
 I32 = np.int32
@@ -263,9 +262,7 @@ def relabel(stream: Stream, ids: Tensor, rank_of: Tensor, ranks: Tensor) -> None
     stream.launch(RELABEL, launch, ids, rank_of, ranks)
 
 
-def swiglu(
-    stream: Stream, gate: Tensor, up: Tensor, out: Tensor, rounded: Tensor | None = None
-) -> None:
+def swiglu(stream: Stream, gate: Tensor, up: Tensor, out: Tensor) -> None:
     """Gated activation: silu(gate) * up.
 
     Args:
@@ -273,7 +270,6 @@ def swiglu(
         gate: float32 [P, F].
         up: float32 [P, F].
         out: float32 [P, F], overwritten; may be gate or up itself.
-        rounded: float16 [P, F], overwritten on a GPU, or None.
 
     Raises:
         ShapeError: an argument has another shape or type.
@@ -281,16 +277,15 @@ def swiglu(
     expect_rank("swiglu gate", gate, 2)
     for name, tensor in (("gate", gate), ("up", up), ("out", out)):
         expect(f"swiglu {name}", tensor, gate.shape)
-    halves = halves_of("swiglu", rounded, out)
     launch = Launch(
         items=gate.shape[0],
         grain=grain(gate.shape[1]),
         grid=(blocks(gate.size, 4 * THREADS), 1, 1),
         block=(THREADS, 1, 1),
-        extents=(gate.size, rounded is not None),
+        extents=(gate.size,),
         early=True,
     )
-    stream.launch(SWIGLU, launch, gate, up, out, halves)
+    stream.launch(SWIGLU, launch, gate, up, out)
 
 
 def combine(
@@ -440,7 +435,7 @@ def _route_few(
 
 
 @nogil_jit
-def _swiglu(begin: int, end: int, gate: Floats, up: Floats, out: Floats, _rounded: Halves) -> None:
+def _swiglu(begin: int, end: int, gate: Floats, up: Floats, out: Floats) -> None:
     """Items: rows."""
     size = out.shape[1]
     compile_small()
