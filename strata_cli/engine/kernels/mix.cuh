@@ -14,9 +14,7 @@ __device__ inline void put4(float *out, unsigned *rounded, long long d, float4 v
 
 __device__ inline void put1(float *out, unsigned *rounded, long long d, float v) {
     out[d] = v;
-    if (rounded != nullptr)
-        reinterpret_cast<unsigned short *>(rounded)[d] =
-            static_cast<unsigned short>(pair_of(v, 0.0f));
+    if (rounded != nullptr) reinterpret_cast<unsigned short *>(rounded)[d] = half_of(v);
 }
 
 // Columns first .. first + 4 of a token: out = (1 / S) * sum over s of sigmoid(gate[s]) *

@@ -16,7 +16,6 @@ extern "C" __global__ void round_rows(const float *x, unsigned *rounded, long lo
             make_uint4(pair_of(a.x, a.y), pair_of(a.z, a.w), pair_of(b.x, b.y), pair_of(b.z, b.w));
     } else {
         unsigned short *to = reinterpret_cast<unsigned short *>(rounded);
-        for (long long i = first; i < min(first + 8, n); i++)
-            to[i] = static_cast<unsigned short>(pair_of(x[i], 0.0f));
+        for (long long i = first; i < min(first + 8, n); i++) to[i] = half_of(x[i]);
     }
 }
