@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import struct
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,8 @@ def save_as(path: Path, model: ModelFile, **arrays: Any) -> None:
         ({"use": np.zeros(24)}, r"\[24\]"),
         ({"use": np.full((4, 6), np.nan)}, "no counts"),
         ({"use": np.full((4, 6), -1.0)}, "no counts"),
+        ({"use": np.full((4, 6), np.inf)}, "no counts"),
+        ({"use": np.full((4, 6), 1e300)}, "no counts"),
         ({"use": np.full((4, 6), None)}, "damaged"),
         ({"version": 2}, "version"),
         ({"version": np.arange(3)}, "version"),
@@ -177,6 +181,45 @@ def test_a_file_without_the_numbers_is_refused(model: ModelFile, tmp_path: Path)
         np.savez(file, version=1)
     with pytest.raises(ConfigError, match="damaged"):
         load_profile(tmp_path / "x", model)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (1125899906842624,), }",
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (99999999999999999999,), }",
+        "{'descr': ('<f8',), 'fortran_order': False, 'shape': (4, 6), }",
+        "{{}: '<f8', 'fortran_order': False, 'shape': (4, 6), }",
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (4, 6), ",
+    ],
+)
+def test_an_array_that_numpy_cannot_make_is_refused(
+    model: ModelFile, tmp_path: Path, header: str
+) -> None:
+    path = tmp_path / "use.profile"
+    save_as(path, model)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    members["use.npy"] = (
+        b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(4 * 6 * 8)
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    with pytest.raises(ConfigError, match="damaged"):
+        load_profile(path, model)
+
+
+def test_a_damaged_compression_is_refused(model: ModelFile, tmp_path: Path) -> None:
+    path = tmp_path / "use.profile"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
+        for name in ("version", "key", "use"):
+            archive.writestr(f"{name}.npy", bytes(200))
+    data = path.read_bytes()
+    start = data.index(b"version.npy") + len("version.npy")
+    path.write_bytes(data[: start + 4] + b"\xff" * 9 + data[start + 13 :])
+    with pytest.raises(ConfigError, match="damaged"):
+        load_profile(path, model)
 
 
 def test_a_damaged_directory_of_the_archive_is_refused(model: ModelFile, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import lzma
 import os
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -24,7 +26,14 @@ from strata_cli.output_files import replace_file, target_of, write_in_place
 
 VERSION = 1
 _SPARE_BYTES = 1 << 16  # of a profile beside its numbers
+_MOST_USE = 1e30  # scores are float32
 _HINT = "leave --expert-profile out: a new one is then measured"
+
+_UNREADABLE = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, ArithmeticError, EOFError,
+    LookupError, MemoryError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What zipfile and numpy raise for files that they cannot read: numpy parses headers as Python."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +163,7 @@ def load_profile(path: Path, model: ModelFile) -> ExpertProfile:
             f"expected float64 {list(shape)} (layers, experts)",
             hint=_HINT,
         )
-    if not np.isfinite(use).all() or (use < 0).any():
+    if not ((use >= 0) & (use <= _MOST_USE)).all():  # what is no number is neither
         raise ConfigError(f"the expert profile {shown} has uses that are no counts", hint=_HINT)
     return ExpertProfile(key, use)
 
@@ -176,7 +185,7 @@ def _read(path: Path, shape: tuple[int, int]) -> Mapping[str, NDArray[Any]]:
             f"the expert profile {path_text(path)} cannot be read: {error.strerror}",
             hint="check --expert-profile",
         ) from error
-    except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, KeyError, EOFError) as error:
+    except _UNREADABLE as error:
         raise _damaged(path, str(error)) from error
 
 
