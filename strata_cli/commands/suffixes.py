@@ -17,7 +17,7 @@ from strata_cli.commands.report import as_json, as_table
 from strata_cli.commands.result_file import ResultFile
 from strata_cli.config import StrataConfig
 from strata_cli.engine.engine import Engine, Sequence
-from strata_cli.engine.reading import ReadRequest
+from strata_cli.engine.reading import ReadRequest, room_hint
 from strata_cli.engine.suffixes import read_suffixes
 from strata_cli.errors import ConfigError, InputError, quoted
 from strata_cli.json_objects import RepeatedKeyError, check_keys
@@ -57,7 +57,7 @@ class SuffixFile:
                     f"{len(prefix)} prefix tokens and {len(ids)} suffix tokens do not fit the "
                     f"context of {engine.context_tokens} tokens"
                 )
-                raise self._wrong(line, problem, "shorten either, or raise --max-context")
+                raise self._wrong(line, problem, room_hint(engine, "shorten either"))
             suffixes.append(ids)
         return suffixes
 

@@ -273,19 +273,26 @@ def _name(logprobs: NDArray[np.float32], ids: Iterable[int]) -> list[TokenLogpro
 def _check_room(engine: Engine, position: int, request: ReadRequest) -> None:
     need = position + len(request.ids) + request.max_tokens
     if need > engine.context_tokens:
+        ways = ["shorten the prompt"]
+        if request.max_tokens:
+            ways.append("lower --max-tokens")
         raise InputError(
             f"{len(request.ids)} prompt tokens and {request.max_tokens} tokens to generate do not "
             f"fit the context of {engine.context_tokens} tokens",
-            hint=_room_hint(engine, request),
+            hint=room_hint(engine, *ways),
         )
 
 
-def _room_hint(engine: Engine, request: ReadRequest) -> str:
-    ways = ["shorten the prompt"]
-    if request.max_tokens:
-        ways.append("lower --max-tokens")
-    if engine.context_tokens < engine.spec.context_tokens:
-        ways.append(f"raise --max-context, to {engine.spec.context_tokens} at most")
+def room_hint(engine: Engine, *ways: str) -> str:
+    """What to try where the context does not hold what is asked for.
+
+    Args:
+        engine: whose context it is; that may be made larger, up to the model's own.
+        ways: what else helps, at least one.
+    """
+    most = engine.spec.context_tokens
+    if engine.context_tokens < most:
+        ways = (*ways, f"raise --max-context, to {most} at most")
     return " or ".join([", ".join(ways[:-1]), ways[-1]]) if ways[1:] else ways[0]
 
 

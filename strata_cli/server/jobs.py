@@ -15,7 +15,7 @@ from strata_cli.engine.decode.sampling import choose
 from strata_cli.engine.engine import Engine, Part, Sequence
 from strata_cli.engine.model.tokenizer import Tokenizer
 from strata_cli.engine.prompt_reading import PromptReading
-from strata_cli.engine.reading import ends_stuck, is_canonical, next_token_logprobs
+from strata_cli.engine.reading import ends_stuck, is_canonical, next_token_logprobs, room_hint
 from strata_cli.engine.session import Session
 from strata_cli.errors import InputError
 from strata_cli.server.constraint import Constraint, MadeConstraint
@@ -219,7 +219,7 @@ class GenerateJob(Job):
             raise InputError(
                 f"{len(self.ids)} prompt tokens and {request.max_tokens} tokens to generate do not "
                 f"fit the context of {engine.context_tokens} tokens",
-                hint="shorten the prompt, ask for fewer tokens or raise --max-context",
+                hint=room_hint(engine, "shorten the prompt", "ask for fewer tokens"),
             )
         self._turn = last_turn(self.ids, engine.tokenizer)
         ends = () if request.ignore_eos else engine.tokenizer.eos_ids

@@ -122,7 +122,19 @@ def test_what_does_not_fit_is_told_in_both_numbers(
     args = ["read", PREFIX, "--raw", "--max-context", "16", "--suffixes", str(path)]
     assert run(strata, args) == 2
     message = "line 2: 3 prefix tokens and 14 suffix tokens do not fit the context of 16 tokens"
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert "shorten either or raise --max-context, to 2048 at most" in error
+
+
+def test_no_more_context_is_advised_than_the_model_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = write(tmp_path, orjson.dumps({"tokens": [1] * 2048}))
+    assert run(strata, ["read", PREFIX, "--raw", "--suffixes", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "do not fit the context of 2048 tokens" in error
+    assert "--max-context" not in error
 
 
 @pytest.mark.parametrize(
