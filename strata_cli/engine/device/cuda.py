@@ -139,7 +139,7 @@ class CudaDevice:
     def stream(self, name: str) -> CudaStream:
         self._check_open()
         stream = CudaStream(name, self._context, self._loader)
-        self._streams.append(stream)
+        self._streams = [*(other for other in self._streams if not other.is_closed), stream]
         return stream
 
     def event(self, *, timing: bool = False) -> CudaEvent:

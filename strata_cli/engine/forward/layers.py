@@ -68,6 +68,8 @@ class Forward(ModelOnStream):
         feed: ExpertFeed | None = None,
     ) -> None:
         """Enqueue one layer, updating the residual streams x [T, S, D] in place."""
+        if len(batch.segments) == 1:  # of several, all is there
+            batch.segments[0].state.arrive(index)
         own = LayerPass(index, batch, x, feed)
         parts = (MIXER, EXPERTS) if layer.ngram is None else (NGRAMS, MIXER, EXPERTS)
         for part in parts:

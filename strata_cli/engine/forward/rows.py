@@ -121,17 +121,20 @@ def positions_of(batch: Batch) -> list[int]:
 
 
 @contextmanager
-def advancing(state: SequenceState, ids: list[int], *, is_exact: bool = True) -> Iterator[None]:
+def advancing(
+    state: SequenceState, ids: list[int], *, is_exact: bool = True, layer_by_layer: bool = False
+) -> Iterator[None]:
     """Around the enqueueing of one pass: counts its tokens only when all of it was enqueued.
 
     Args:
         state: of the sequence.
         ids: tokens of the pass.
         is_exact: whether all of them are computed as a canonical read would.
+        layer_by_layer: see SequenceState.begin_pass().
 
     Raises:
         StateError: an earlier pass of this sequence was interrupted halfway.
     """
-    state.begin_pass()
+    state.begin_pass(layer_by_layer=layer_by_layer)
     yield
     state.end_pass(ids, is_exact=is_exact)

@@ -3,8 +3,10 @@
 A GPU copies to page-locked memory at the link's rate, to other memory through a buffer of its
 driver, at a tenth of that. Locking memory takes longer than such a copy, so it stays locked.
 
-Copies out and back run on the one stream that uses the state, so that each sees what those ahead of
-it left, and nobody need wait for them.
+Copies out run on the one stream that uses the state, so that each sees what those ahead of it left,
+and nobody need wait for them. Copies back are bound by the link, and a pass needs what they bring
+layer by layer: where a device copies beside kernels, they run on a stream of their own but for the
+first, and the pass waits for each group of them as late as it can.
 """
 
 from __future__ import annotations
@@ -28,13 +30,26 @@ class Lease(NamedTuple):
     """A block of memory, given back when nobody refers to the lease any more.
 
     A tuple, because it is never there by half, wherever an interrupt comes.
+
+    Attributes:
+        room: of the block.
+        buffer: the block.
+        copies: windows of it, one for each tensor.
     """
 
     room: SnapshotRoom
     buffer: Buffer
+    copies: tuple[Tensor, ...]
 
     def __del__(self) -> None:
         self.room.give_back(self.buffer)
+
+
+class Group(NamedTuple):
+    """Tensors that are put back together; no layer before this one needs them."""
+
+    layer: int
+    num_tensors: int
 
 
 class SnapshotRoom:
@@ -44,14 +59,19 @@ class SnapshotRoom:
 
     Args:
         device: of the tensors.
-        stream: that copies run on.
+        stream: that uses them.
     """
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self._device = device
         self._stream = stream
+        self._side: Stream | None = None
+        self._events: list[Event] = []
+        self._arriving: list[tuple[int, Event]] = []
+        self._is_returning = False
         self._unused: list[Buffer] = []
         self._under_way: list[tuple[Event, Lease]] = []
+        self._spare: list[Event] = []
         self._is_closed = False
 
     def copy(
@@ -63,43 +83,90 @@ class SnapshotRoom:
             tensors: the same ones every time.
             waits: for the stream; else only what runs on it behind this may read the copies.
         """
-        lease = Lease(self, self._block(_offsets(tensors)[-1]))
-        copies = _windows(lease.buffer, tensors)
-        pairs = [(to, t) for to, t in zip(copies, tensors, strict=True) if t.nbytes]
+        buffer = self._block(_offsets(tensors)[-1])
+        lease = Lease(self, buffer, _windows(buffer, tensors))
+        pairs = [(to, t) for to, t in zip(lease.copies, tensors, strict=True) if t.nbytes]
         self._stream.copy_many(pairs)
         if waits:
             self._stream.synchronize()
         else:
-            self._hold(lease)
-        return tuple(to.numpy() for to in copies), lease
+            self._hold(lease, self._stream)
+        return tuple(to.numpy() for to in lease.copies), lease
 
     def put_back(
-        self, tensors: Sequence[Tensor], parts: Sequence[NDArray[Any]], lease: Lease | None
+        self,
+        tensors: Sequence[Tensor],
+        parts: Sequence[NDArray[Any]],
+        lease: Lease | None,
+        groups: Sequence[Group] = (),
     ) -> None:
         """Copy such copies, wherever they lie now, over their tensors.
+
+        What the stream is given next finds the first group in its place, later ones behind
+        wait_for(), and all of them behind settle(), which must come before another put_back().
 
         Args:
             tensors: as they were copied.
             parts: the copies.
             lease: of the memory that they are in; None: of their own, which is waited for.
+            groups: all tensors, in order, by when they are needed; none: all at once.
         """
-        if lease is not None:
-            copies = _windows(lease.buffer, tensors)
-            self._stream.copy_many(
-                [(t, c) for t, c in zip(tensors, copies, strict=True) if t.nbytes]
-            )
-            self._hold(lease)
+        if lease is None:
+            for tensor, part in zip(tensors, parts, strict=True):
+                if tensor.nbytes:
+                    self._stream.copy(tensor, host_tensor(self._device, np.ascontiguousarray(part)))
+            self._stream.synchronize()
             return
-        for tensor, part in zip(tensors, parts, strict=True):
-            if tensor.nbytes:
-                self._stream.copy(tensor, host_tensor(self._device, np.ascontiguousarray(part)))
-        self._stream.synchronize()
+        pairs = [*zip(tensors, lease.copies, strict=True)]
+        if len(groups) < 2 or not self._device.has_async_copy:
+            self._stream.copy_many(_with_bytes(pairs))
+            self._hold(lease, self._stream)
+            return
+        first = groups[0].num_tensors
+        self._stream.copy_many(_with_bytes(pairs[:first]))
+        self._copy_beside(pairs[first:], groups[1:], lease)
 
-    def _hold(self, lease: Lease) -> None:
+    def _copy_beside(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], groups: Sequence[Group], lease: Lease
+    ) -> None:
+        """Enqueue copies on the other stream, behind all that this one was given."""
+        self._side = side = self._side or self._device.stream("returning")
+        while len(self._events) < len(groups) + 1:
+            self._events.append(self._device.event())
+        begun, *events = self._events
+        self._is_returning = True  # before anything is
+        self._stream.record(begun)
+        side.wait(begun)
+        arriving, first = list[tuple[int, Event]](), 0
+        for group, event in zip(groups, events, strict=False):
+            side.copy_many(_with_bytes(pairs[first : first + group.num_tensors]))
+            side.record(event)
+            arriving.append((group.layer, event))
+            first += group.num_tensors
+        self._hold(lease, side)
+        self._arriving = arriving
+
+    def wait_for(self, layer: int) -> None:
+        """What the stream is given next finds those groups in their place that a layer needs."""
+        while self._arriving and self._arriving[0][0] <= layer:
+            self._stream.wait(self._arriving[0][1])
+            del self._arriving[0]
+            self._is_returning = bool(self._arriving)
+
+    def settle(self) -> None:
+        """What the stream is given next finds everything in its place, wherever Ctrl-C came."""
+        if self._is_returning and self._side is not None:
+            self._stream.join(self._side)
+        self._arriving = []
+        self._is_returning = False
+
+    def _hold(self, lease: Lease, stream: Stream) -> None:
         """Keep a block until what is enqueued has used it: locked memory must not go before."""
-        self._under_way = [each for each in self._under_way if not each[0].query()]
-        event = self._device.event()
-        self._stream.record(event)
+        held = [(each, each[0].query()) for each in self._under_way]
+        self._under_way = [each for each, is_over in held if not is_over]
+        self._spare += [each[0] for each, is_over in held if is_over]
+        event = self._spare.pop() if self._spare else self._device.event()
+        stream.record(event)
         self._under_way.append((event, lease))
 
     def give_back(self, buffer: Buffer) -> None:
@@ -114,6 +181,8 @@ class SnapshotRoom:
     def close(self) -> None:
         """Give back what nobody uses; the rest follows as leases end. Safe to call twice."""
         self._is_closed = True
+        if self._side is not None:
+            self._side.close()
         if self._under_way:
             self._stream.synchronize()
             self._under_way.clear()
@@ -147,9 +216,13 @@ def _offsets(tensors: Sequence[Tensor]) -> list[int]:
     return [0, *accumulate(sizes)]
 
 
-def _windows(buffer: Buffer, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _windows(buffer: Buffer, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The copies of tensors in a block."""
-    return [
+    return tuple(
         Tensor.over(buffer, tensor.shape, tensor.dtype, offset)
         for tensor, offset in zip(tensors, _offsets(tensors), strict=False)
-    ]
+    )
+
+
+def _with_bytes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    return [(to, source) for to, source in pairs if to.nbytes]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,16 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.device.transfer import download, upload
-from strata_cli.engine.forward.snapshots import Lease, SnapshotRoom
+from strata_cli.engine.forward.snapshots import Group, Lease, SnapshotRoom
 from strata_cli.engine.kernels.attention import cache_type
 from strata_cli.engine.kernels.hash import FNV_OFFSET, fnv1a64
 from strata_cli.engine.model.ngram_spec import NgramSpec
 from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.errors import StateError
+
+# Recurrent layers whose state is put back together, then all others. A layer works for ten times as
+# long as its state takes over the link, so a group is there before the one ahead of it is done.
+GROUP_LAYERS = (1, 4, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +165,26 @@ class SequenceState:
 
     def running(self) -> Iterator[Tensor]:
         """The tensors that are not positional, in a fixed order."""
+        if self.ngram is not None:
+            yield self.ngram.history
+            yield self.ngram.conv
         for layer in self.layers:
             if isinstance(layer, GdnState):
                 yield layer.conv
                 yield layer.matrix
-        if self.ngram is not None:
-            yield self.ngram.history
-            yield self.ngram.conv
+
+    def _groups(self) -> list[Group]:
+        """The same, as a pass needs them."""
+        recurrent = [i for i, layer in enumerate(self.layers) if isinstance(layer, GdnState)]
+        starts = [start for start in accumulate(GROUP_LAYERS, initial=0) if start < len(recurrent)]
+        ends = [*starts[1:], len(recurrent)]
+        groups = [
+            Group(recurrent[start], 2 * (end - start))
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        if self.ngram is not None and groups:
+            groups[0] = Group(0, groups[0].num_tensors + 2)
+        return groups
 
     def addresses(self) -> NDArray[np.int64]:
         """Where each layer's tensors lie, and last the n-gram embedding's: [L + 1, 4].
@@ -199,8 +217,12 @@ class SequenceState:
                 hint="reset the sequence or restore a snapshot",
             )
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, *, layer_by_layer: bool = False) -> None:
         """Before the enqueueing of a pass: K/V rows from the position on no longer count.
+
+        Args:
+            layer_by_layer: the pass calls arrive() before each layer; else all of the running state
+                is there.
 
         Raises:
             StateError: an earlier pass was interrupted halfway.
@@ -208,6 +230,12 @@ class SequenceState:
         self.require_consistent()
         self.is_consistent = False
         self._drop_rows_behind()
+        if not layer_by_layer:
+            self._room.settle()
+
+    def arrive(self, layer: int) -> None:
+        """Before a layer is enqueued: its running state is there, if restore() brings it."""
+        self._room.wait_for(layer)
 
     def begin_branches(self) -> None:
         """Before branches are enqueued: they use up the K/V rows from the position on, only those.
@@ -217,6 +245,7 @@ class SequenceState:
         """
         self.require_consistent()
         self._drop_rows_behind()
+        self._room.settle()
 
     def end_pass(self, ids: list[int], *, is_exact: bool = True) -> None:
         """After all of a pass was enqueued: count its tokens as read.
@@ -239,6 +268,7 @@ class SequenceState:
     def reset(self) -> None:
         """Back to position 0. Interrupted, it leaves a state to be reset again."""
         self.is_consistent = False
+        self._room.settle()
         for tensor in self.running():
             self.stream.fill(tensor, 0)
         if self.ngram is not None:
@@ -256,6 +286,7 @@ class SequenceState:
         Args:
             waits: for the stream; else the copies are still under way.
         """
+        self._room.settle()
         parts, lease = self._room.copy([*self.running()], waits=waits)
         return Snapshot(tuple(self.ids), parts, self.is_exact, lease)
 
@@ -264,15 +295,22 @@ class SequenceState:
         return tuple(self.cached_ids[: snapshot.position]) == snapshot.ids
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Put the running state back and rewind; like reset when interrupted."""
+        """Put the running state back and rewind; like reset when interrupted.
+
+        The copies may still be under way where a device copies beside kernels: whoever enqueues
+        what uses the running state calls begin_pass() or begin_branches() first.
+        """
         self.is_consistent = False
-        self._room.put_back([*self.running()], snapshot.running, snapshot.lease)
+        self._room.settle()
+        tensors = [*self.running()]
+        self._room.put_back(tensors, snapshot.running, snapshot.lease, self._groups())
         self.ids = list(snapshot.ids)
         self.is_exact = snapshot.is_exact and snapshot.position <= self.exact_rows
         self.is_consistent = True
 
     def hash(self) -> StateHash:
         """Fingerprint of everything the next token depends on. Waits for the stream."""
+        self._room.settle()
         gdn, tail, pooled, kv = [], [], [], []
         for layer, ratio in zip(self.layers, self.ratio, strict=True):
             if isinstance(layer, GdnState):
@@ -292,6 +330,7 @@ class SequenceState:
 
     def close(self) -> None:
         """Gives the device memory back. Safe to call twice."""
+        self._room.close()  # first: what it puts back is written into that memory
         for layer in self.layers:
             tensors = (
                 (layer.conv, layer.matrix)
@@ -303,7 +342,6 @@ class SequenceState:
         if self.ngram is not None:
             self.ngram.history.buffer.close()
             self.ngram.conv.buffer.close()
-        self._room.close()
 
 
 def new_state(

@@ -124,7 +124,7 @@ def _read_chunk(
     ring_slots = 0 if stream is None else stream.ring_slots(num)
     with (
         watch.chunk(forward, position, num, ring_slots=ring_slots),
-        advancing(state, chunk, is_exact=is_exact),
+        advancing(state, chunk, is_exact=is_exact, layer_by_layer=True),
     ):
         enqueue_pass(forward, port, single(state, num), chunk, watch, stream)
 
