@@ -75,9 +75,8 @@ def branches(_engine: Engine, sequence: Sequence) -> NDArray[np.float32]:
 
 def together(engine: Engine, sequence: Sequence) -> NDArray[np.float32]:
     with engine.sequence() as other:
-        return read_together(engine, [(other, TEXT[:5]), (sequence, TEXT[START : START + 9])])[1][
-            -1
-        ]
+        parts = [(other, TEXT[:5]), (sequence, TEXT[START : START + 9])]
+        return read_together(engine, parts)[1][8:].reshape(-1)
 
 
 def again(engine: Engine, sequence: Sequence) -> NDArray[np.float32]:
