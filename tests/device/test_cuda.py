@@ -21,7 +21,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from strata_cli.engine.device import cuda_kernels, cuda_pinned
-from strata_cli.engine.device.base import Call, Home, Kernel, Launch, Pattern, Tensor, empty
+from strata_cli.engine.device.base import (
+    Call,
+    Home,
+    Kernel,
+    KernelArgument,
+    Launch,
+    Pattern,
+    Tensor,
+    empty,
+)
 from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
 from strata_cli.engine.device.cuda_driver import check, failed, find_gpu
 from strata_cli.engine.device.cuda_memory import CudaBuffer, spans
@@ -564,11 +573,9 @@ def test_nothing_starts_early_behind_two_streams(device: CudaDevice, driver: Fak
         driver.calls.clear()
 
 
-def made_before(device: CudaDevice, calls: list[Call]) -> CudaStream:
-    stream = device.stream("compute")
-    for kernel, launch, args in calls:
-        stream.launch(kernel, launch, *args)
-    return stream
+def made(stream: CudaStream, launch: Launch, *args: KernelArgument) -> Call:
+    stream.launch(KERNEL, launch, *args)
+    return Call(KERNEL, launch, tuple(a.address if isinstance(a, Tensor) else a for a in args))
 
 
 @pytest.mark.usefixtures("built")
@@ -578,13 +585,12 @@ def test_a_pattern_repeats_launches_with_other_tensors(
     driver.parameter_bytes = [8, 8, 4, 8, 8]
     x, y, z, scratch = (empty(device, (4, 4)) for _ in range(4))
     shapes = [Launch(items=1, grid=(n, 2, 1), extents=(n,), early=n > 1) for n in (1, 5)]
-    nothing = shapes[0]._replace(grid=(0, 1, 1))
+    nothing, stream = shapes[0]._replace(grid=(0, 1, 1)), device.stream("compute")
     calls = [
-        Call(KERNEL, shapes[0], (x, -3, 0.5, scratch)),
-        Call(KERNEL, nothing, (x, 0, 0.0, scratch)),
-        Call(KERNEL, shapes[1], (scratch, 1 << 40, 2, y)),  # 2 for a float
+        made(stream, shapes[0], x, -3, 0.5, scratch),
+        made(stream, nothing, x, 0, 0.0, scratch),
+        made(stream, shapes[1], scratch, y.address, 2, y),  # a number that is one; 2 for a float
     ]
-    stream = made_before(device, calls)
     pattern = stream.pattern(calls, addresses(x, None, y))
     assert pattern is not None
     assert pattern.num_launches == 2
@@ -596,15 +602,15 @@ def test_a_pattern_repeats_launches_with_other_tensors(
         assert [call[0].gridDimX for call in (one, two)] == [1, 5]
         assert [getattr(call[0], "numAttrs", 0) for call in (one, two)] == [0, 1]
         assert values_at(one[2], "QqfQq") == (first.address, -3, 0.5, scratch.address, 1)
-        assert values_at(two[2], "QqfQq") == (scratch.address, 1 << 40, 2.0, second.address, 5)
+        assert values_at(two[2], "QqfQq") == (scratch.address, y.address, 2.0, second.address, 5)
 
 
 @pytest.mark.usefixtures("built")
 def test_a_pattern_does_not_start_early_behind_two_streams(
     device: CudaDevice, driver: FakeDriver
 ) -> None:
-    calls = [Call(KERNEL, Launch(items=1, early=True), ())] * 2
-    stream = made_before(device, calls)
+    stream = device.stream("compute")
+    calls = [made(stream, Launch(items=1, early=True)) for _ in range(2)]
     pattern = stream.pattern(calls, addresses())
     assert pattern is not None
     stream.join(device.stream("side"))
@@ -617,8 +623,8 @@ def test_a_pattern_does_not_start_early_behind_two_streams(
 
 @pytest.mark.usefixtures("built")
 def test_what_cannot_be_repeated_is_refused(device: CudaDevice, driver: FakeDriver) -> None:
-    calls = [Call(KERNEL, Launch(items=1), ())]
-    stream = made_before(device, calls)
+    stream = device.stream("compute")
+    calls = [made(stream, Launch(items=1))]
     assert stream.pattern([], addresses()) is None
     pattern = stream.pattern(calls, addresses(None))
     assert pattern is not None

@@ -132,10 +132,38 @@ def test_what_is_repeated_is_what_would_be_launched(
     """Layer by layer, at other positions, and in another sequence than the noted one."""
     engine = paper.engine
     with engine.sequence() as one, engine.sequence() as two:
-        repeated = [launched(paper, sequence, LENGTHS) for sequence in (one, two, one)]
+
+        def read() -> list[list[Launched]]:
+            return [launched(paper, sequence, LENGTHS) for sequence in (one, two, one)]
+
+        repeated = read()
         assert None not in engine._forward.patterns.kept.values()
         monkeypatch.setattr(layers, "MOST_REPEATED_TOKENS", 0)
-        assert repeated == [launched(paper, sequence, LENGTHS) for sequence in (one, two, one)]
+        assert repeated == read()
+
+
+@pytest.mark.usefixtures("no_patterns")
+def test_experts_of_several_sequences_are_repeated_too(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, driver = paper.engine, paper.driver
+    with engine.sequence() as one, engine.sequence() as two:
+
+        def read() -> list[Launched]:
+            launched(paper, one, (33,))
+            two.reset()
+            found = list[Launched]()
+            driver.launched = found
+            for length in (30, 30, 31):
+                read_together(engine, [(one, IDS[:length]), (two, IDS[length:60])])
+            one.score([IDS[:20], IDS[:40]])
+            one.score([IDS[:60]])
+            driver.launched = None
+            return found
+
+        repeated = read()
+        monkeypatch.setattr(layers, "MOST_REPEATED_TOKENS", 0)
+        assert repeated == read()
 
 
 @pytest.mark.usefixtures("no_patterns")

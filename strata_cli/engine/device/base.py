@@ -200,11 +200,11 @@ class Launch(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One launch, as it was asked for."""
+    """One launch that was made; values are its arguments, of each tensor its address."""
 
     kernel: Kernel
     launch: Launch
-    args: tuple[KernelArgument, ...]
+    values: tuple[int | float, ...]
 
 
 class Pattern(Protocol):
@@ -274,7 +274,7 @@ class Stream(Protocol):
         """What repeat() needs to make calls that were made once again, and sooner.
 
         Args:
-            calls: in order.
+            calls: in order, made on this stream.
             addresses: [n], where tensors begin that a repetition may replace; 0: none. A tensor of
                 the calls that begins at none of them stays the same.
 

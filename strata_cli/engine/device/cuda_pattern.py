@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.device.base import KernelArgument, Pattern, Tensor
+from strata_cli.engine.device.base import Pattern
 from strata_cli.engine.device.cuda_kernels import CELL_BYTES, Arguments
 from strata_cli.errors import DeviceError
 
@@ -39,7 +39,7 @@ class Unpacked(NamedTuple):
 
     config: Any
     arguments: Arguments
-    values: tuple[KernelArgument, ...]
+    values: tuple[int | float, ...]
 
 
 class CudaPattern:
@@ -67,13 +67,9 @@ class CudaPattern:
         for launch in launches:
             firsts.append(len(cells))
             for kind, value in zip(launch.arguments.kinds, launch.values, strict=True):
-                if isinstance(value, Tensor):
-                    address = value.address
-                    if address in place_of:
-                        moved.append((len(cells), place_of[address]))
-                    cells.append(address)
-                else:
-                    cells.append(_float_bits(value) if kind == "f" else int(value))
+                if kind == "Q" and value in place_of:
+                    moved.append((len(cells), place_of[int(value)]))
+                cells.append(_float_bits(value) if kind == "f" else int(value))
         self._cells = np.array([*cells, 0], np.int64)  # never without any
         self._moved_cells, self._places = np.array(moved, np.intp).reshape(-1, 2).T.copy()
         self._num_addresses = addresses.size

@@ -157,9 +157,9 @@ class CudaStream:
             Unpacked(
                 self._config(launch, stream, is_early=launch.early and can_be_early),
                 self._arguments[kernel],
-                args + launch.extents,
+                values + launch.extents,
             )
-            for kernel, launch, args in made
+            for kernel, launch, values in made
         ]
         alone = self._config(made[0].launch, stream, is_early=False)
         return CudaPattern(launches, alone, addresses)

@@ -47,13 +47,13 @@ class LayerPart(NamedTuple):
         operands: weights of a layer that they work with, and what else they depend on but for the
             pass, the sequence's state and scratch. The more, the fewer layers are alike; what were
             missing would be mistaken for the same.
-        mixes: it is the mixer, whose launches depend on the position too where that is attention.
+        is_fed: they depend on who brings the experts, and not on sequences; others the reverse.
     """
 
     name: str
     enqueue: Callable[[ModelOnStream, LayerPass], None]
     operands: Callable[[ModelOnStream, int], Operands]
-    mixes: bool = False
+    is_fed: bool = False
 
 
 def _add_ngrams(model: ModelOnStream, own: LayerPass) -> None:
@@ -130,5 +130,5 @@ def _residents(model: ModelOnStream, num_tokens: int) -> ExpertFeed:
 
 
 NGRAMS = LayerPart("ngrams", _add_ngrams, _ngram_operands)
-MIXER = LayerPart("mixer", _mix, _mixer_operands, mixes=True)
-EXPERTS = LayerPart("experts", _mix_experts, _expert_operands)
+MIXER = LayerPart("mixer", _mix, _mixer_operands)
+EXPERTS = LayerPart("experts", _mix_experts, _expert_operands, is_fed=True)

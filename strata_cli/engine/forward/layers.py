@@ -73,7 +73,7 @@ class Forward(ModelOnStream):
         own = LayerPass(index, batch, x, feed)
         parts = (MIXER, EXPERTS) if layer.ngram is None else (NGRAMS, MIXER, EXPERTS)
         for part in parts:
-            if self._is_repeated(own):
+            if self._is_repeated(part, own):
                 self._repeat(part, own)
             else:
                 part.enqueue(self, own)
@@ -90,12 +90,15 @@ class Forward(ModelOnStream):
         matmul(self.stream, y.values, self.weights.head, logits, y.rounded)
         return logits
 
-    def _is_repeated(self, own: LayerPass) -> bool:
-        """Whether a pass is short, and of one sequence that goes on by what the weights say."""
+    def _is_repeated(self, part: LayerPart, own: LayerPass) -> bool:
+        """Whether a pass is short, and a part of it works as weights and one sequence say."""
         batch, num = own.batch, own.batch.num_tokens
-        is_plain = own.feed is None and self.fetcher is None and not batch.is_recorded
+        if batch.is_recorded or not 1 < num <= MOST_REPEATED_TOKENS:
+            return False
+        if part.is_fed:
+            return own.feed is None and self.fetcher is None
         is_one = len(batch.segments) == 1 and batch.segments[0].room is None
-        return is_plain and is_one and batch.table is None and 1 < num <= MOST_REPEATED_TOKENS
+        return is_one and batch.table is None
 
     def _repeat(self, part: LayerPart, own: LayerPass) -> None:
         """Enqueue a part of a layer, in the way that it was before where that is known."""
@@ -106,7 +109,7 @@ class Forward(ModelOnStream):
         if num <= self.workspace.routed_rows:
             ids = np.array([self.expert_ids(index, num).address], np.int64)
         reach = 0
-        if part.mixes and isinstance(state.layers[index], AttentionState):
+        if part is MIXER and isinstance(state.layers[index], AttentionState):
             reach = blocks(batch.last_position, PART_POSITIONS)  # by which attention is cut
         self.patterns.enqueue(
             known,

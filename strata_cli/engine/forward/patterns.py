@@ -12,7 +12,7 @@ calls is known: as one of its operands, which a repetition replaces, or as scrat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, cast
 
@@ -29,6 +29,7 @@ from strata_cli.engine.device.base import (
     Tensor,
 )
 from strata_cli.engine.forward.on_stream import ModelOnStream
+from strata_cli.engine.forward.workspace import Workspace
 
 MOST_PATTERNS = 1_024  # that are kept, of about 5 kB each
 ALIGNMENT_BYTES = 256  # more than any choice of a launch looks at
@@ -78,13 +79,21 @@ def _kind(tensor: Tensor) -> Hashable:
 class NotingStream:
     """Passes everything on to a stream, and notes the launches.
 
+    Args:
+        stream: makes them.
+        workspace: of the model.
+        known: where other tensors may begin.
+
     Attributes:
         calls: of launches so far.
-        is_whole: whether nothing but launches was asked of the stream.
+        is_whole: whether nothing but launches was asked of the stream, with tensors that lie in the
+            workspace or are known.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, workspace: Workspace, known: Container[int]) -> None:
         self._stream = stream
+        self._workspace = workspace
+        self._known = known
         self.shared_bytes = stream.shared_bytes
         self.num_multiprocessors = stream.num_multiprocessors
         self.capability = stream.capability
@@ -98,7 +107,14 @@ class NotingStream:
     def launch(self, kernel: Kernel, launch: Launch, *args: KernelArgument) -> None:
         """See Stream."""
         self._stream.launch(kernel, launch, *args)
-        self.calls.append(Call(kernel, launch, args))
+        values = tuple(self._value(each) if isinstance(each, Tensor) else each for each in args)
+        self.calls.append(Call(kernel, launch, values))
+
+    def _value(self, tensor: Tensor) -> int:
+        address = tensor.address
+        if not self._workspace.holds(tensor) and address not in self._known:
+            self.is_whole = False
+        return address
 
 
 class Known(NamedTuple):
@@ -194,11 +210,6 @@ def _noted(
     addresses: NDArray[np.int64], model: ModelOnStream, launch: Callable[[Stream], None]
 ) -> Pattern | None:
     """Launch, and note what is launched; None where that cannot be repeated."""
-    noting = NotingStream(model.stream)
+    noting = NotingStream(model.stream, model.workspace, {*addresses.tolist()})
     launch(cast(Stream, noting))
-    known, holds = {*addresses.tolist()}, model.workspace.holds
-    for call in noting.calls:
-        for value in call.args:
-            if isinstance(value, Tensor) and not holds(value) and value.address not in known:
-                return None
     return model.stream.pattern(noting.calls, addresses) if noting.is_whole else None
