@@ -38,6 +38,7 @@ from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Graph, Kernel, Tensor, empty
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.kernels.few import FEW_COLUMNS, Way, few_plan
+from strata_cli.engine.kernels.gpu import Gpu, gpu_of
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul, round_rows
 from strata_cli.engine.kernels.matmul_several import (
     Experts,
@@ -181,9 +182,7 @@ def prepare(bench: Bench, parts: Sequence[str], types: Sequence[QuantType]) -> N
     kernels += check_kernels(bench, types) if "check" in parts else []
     kernels += variant_kernels(bench.stream.shared_bytes) if "variants" in parts else []
     kernels += (
-        compared_kernels(bench.stream.shared_bytes)
-        if {"compare", "compare-host"} & set(parts)
-        else []
+        compared_kernels(gpu_of(bench.stream)) if {"compare", "compare-host"} & set(parts) else []
     )
     bench.device.prepare(kernels)
     seconds = time.perf_counter() - started
@@ -617,11 +616,11 @@ def profile(bench: Bench) -> None:
 # -- ways compared --------------------------------------------------------------------------------
 
 
-def plan_of(matrix: Matrix, tokens: int, limit: int, way: Way, experts: int = 0) -> Plan | None:
+def plan_of(matrix: Matrix, tokens: int, gpu: Gpu, way: Way, experts: int = 0) -> Plan | None:
     """A way's plan; None where it does not fit."""
     segments = TOP_K if experts else blocks(tokens, FEW_COLUMNS)
     with suppress(StrataError):
-        return few_plan((matrix,), tokens, segments, limit, experts, way)
+        return few_plan((matrix,), tokens, segments, gpu, experts, way)
     return None
 
 
@@ -629,14 +628,14 @@ def expert_matrix(qtype: QuantType, cols: int, rows: int) -> Matrix:
     return Matrix(qtype, rows, cols, alignment(row_bytes(qtype, cols)))
 
 
-def compared_kernels(limit: int) -> list[Kernel]:
+def compared_kernels(gpu: Gpu) -> list[Kernel]:
     plans = [
-        plan_of(dense_matrix(qtype, rows, cols, 0), tokens, limit, way)
+        plan_of(dense_matrix(qtype, rows, cols, 0), tokens, gpu, way)
         for qtype, (cols, rows), tokens in COMPARED
         for way in WAYS
     ]
     plans += [
-        plan_of(expert_matrix(qtype, *shape), TOP_K, limit, way, NUM_EXPERTS)
+        plan_of(expert_matrix(qtype, *shape), TOP_K, gpu, way, NUM_EXPERTS)
         for qtype, shape in COMPARED_EXPERTS
         for way in (*WAYS, *HOST_WAYS)
     ]
@@ -651,7 +650,7 @@ def compare(bench: Bench, limit: float) -> None:
         matrix = dense_matrix(qtype, rows, cols, weights[0].data.address)
         shape, numbers = (tokens, rows), (int(qtype), tokens, rows, cols)
         name, nbytes = f"{qtype.name} K{cols} N{rows} T{tokens}", sum(w.nbytes for w in weights)
-        plans = [plan_of(matrix, tokens, bench.stream.shared_bytes, way) for way in WAYS]
+        plans = [plan_of(matrix, tokens, gpu_of(bench.stream), way) for way in WAYS]
         operands: list[tuple[Any, ...]] = [(x, w.data) for w in weights]
         compare_plans(bench, "compare", name, WAYS, plans, operands, shape, numbers, nbytes, limit)
         weights[0].data.buffer.close()
@@ -678,7 +677,7 @@ def compare_experts(
         plans = [
             plan_of(
                 expert_matrix(qtype, cols, rows),
-                *(x.shape[0], bench.stream.shared_bytes, way, NUM_EXPERTS),
+                *(x.shape[0], gpu_of(bench.stream), way, NUM_EXPERTS),
             )
             for way in ways
         ]

@@ -42,6 +42,7 @@ from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Kernel, Tensor, empty
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.kernels.few import few_plan
+from strata_cli.engine.kernels.gpu import Gpu
 from strata_cli.engine.kernels.products import (
     Matrix,
     Plan,
@@ -51,7 +52,7 @@ from strata_cli.engine.kernels.products import (
     grouped_many_plan,
     many_plan,
 )
-from strata_cli.engine.kernels.prompt_plan import Gpu, split_plan
+from strata_cli.engine.kernels.prompt_plan import split_plan
 from strata_cli.engine.kernels.warpgroup_plan import grouped_warpgroup_plan, warpgroup_plan
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
@@ -235,7 +236,7 @@ def router(bench: Bench, limit: float) -> None:
     matrix = dense_matrix(Q.F32, rows, cols, weight.data.address)
     passes = tokens // 8
     planners: list[tuple[str, Planner]] = [
-        ("few", lambda gpu: few_plan((matrix,), tokens, passes, gpu.shared_bytes)),
+        ("few", lambda gpu: few_plan((matrix,), tokens, passes, gpu)),
         ("split", lambda _: split_plan(matrix, tokens)),
     ]
     args = (x, weight.data, out, int(Q.F32), tokens, rows, cols)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from strata_cli.engine.kernels.float_pair import can_split_pair, route_by_slices
+from strata_cli.engine.kernels.gpu import Gpu
 from strata_cli.engine.kernels.hyper import stream_mix
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul, round_rows
 from strata_cli.engine.kernels.matmul_several import Experts, Product, grouped_matmul_pair
@@ -22,7 +23,6 @@ from strata_cli.engine.kernels.matmul_some import (
 )
 from strata_cli.engine.kernels.moe import route, swiglu
 from strata_cli.engine.kernels.products import Matrix, alignment
-from strata_cli.engine.kernels.prompt_plan import Gpu
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
 from strata_cli.errors import DeviceError

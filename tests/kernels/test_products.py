@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata_cli.engine.kernels.few import GATED, can_share, few_plan
+from strata_cli.engine.kernels.gpu import Gpu
 from strata_cli.engine.kernels.products import (
     NARROW,
     WIDE,
@@ -33,6 +34,7 @@ BLOCK_COLS = st.sampled_from(QuantType).flatmap(
     )
 )
 SHARED_BYTES = {"turing": 64 << 10, "ampere": 99 << 10, "hopper": 227 << 10}
+HOPPER = Gpu(227 << 10, 132)
 
 
 def matrix_of(qtype: QuantType, rows: int, cols: int) -> Matrix:
@@ -67,7 +69,7 @@ def test_plans_fit_every_gpu(qtype: QuantType, limit: int) -> None:
         for rows in (1, 40, 640, 12288):
             matrix = matrix_of(qtype, rows, cols)
             plans = [
-                few_plan((matrix,), tokens, 3, limit, experts)
+                few_plan((matrix,), tokens, 3, Gpu(limit, 84), experts)
                 for tokens in (1, 8, 100)
                 for experts in (0, 512)
             ]
@@ -92,9 +94,9 @@ def test_matrices_that_share_a_launch_cut_sums_as_alone(
     matrices = tuple(matrix_of(qtype, rows, 2560) for qtype, rows in members)
     assert can_share(matrices)
     for tokens in (1, 8):
-        plan = few_plan(matrices, tokens, 1, limit)
+        plan = few_plan(matrices, tokens, 1, Gpu(limit, 132))
         assert_launchable(plan, limit)
-        alone = few_plan(matrices[:1], tokens, 1, limit)
+        alone = few_plan(matrices[:1], tokens, 1, Gpu(limit, 132))
         assert plan.extents[19:21] == alone.extents[7:9]  # weights of a slice, slices of a row
 
 
@@ -134,7 +136,7 @@ def test_a_tile_that_does_not_fit_is_named() -> None:
     with pytest.raises(DeviceError, match="Q6_K product with 2560 columns does not fit"):
         many_plan(matrix, 4096, 227 << 10, (tile,))
     with pytest.raises(DeviceError, match=r"does not fit a block's 1000 bytes"):
-        few_plan((matrix,), 8, 1, 1000)
+        few_plan((matrix,), 8, 1, Gpu(1000, 132))
 
 
 @pytest.mark.parametrize("qtype", [QuantType.IQ2_XS, QuantType.IQ3_S, QuantType.IQ1_M])
@@ -152,28 +154,30 @@ def test_alignment_is_the_power_of_two_that_divides_all() -> None:
     assert row_bytes(QuantType.Q8_0, 2560) % 16 == 0
 
 
-def test_a_multiprocessor_holds_no_more_blocks_than_its_share() -> None:
-    """Early ones would take two, and leave others idle."""
-    limit = 227 << 10
+@pytest.mark.parametrize("multiprocessors", [46, 114, 132, 170])
+def test_a_multiprocessor_holds_no_more_blocks_than_its_share(multiprocessors: int) -> None:
+    """Early ones would take two, and leave others idle; with more blocks than room, some wait."""
+    gpu = HOPPER._replace(num_multiprocessors=multiprocessors)
+    limit = gpu.shared_bytes
     for rows, cols in ((12288, 2560), (2560, 6144), (320, 10240)):
-        plan = few_plan((matrix_of(QuantType.Q8_0, rows, cols),), 1, 1, limit)
-        assert plan.shared_bytes > limit // 2 or plan.grid[1] < 132
-        assert plan.grid[1] <= 132
-    down = few_plan((matrix_of(QuantType.IQ4_NL, 2560, 640),), 10, 10, limit, 512, extra=GATED)
-    assert down.grid[0] * down.grid[1] <= 2 * 132
+        plan = few_plan((matrix_of(QuantType.Q8_0, rows, cols),), 1, 1, gpu)
+        assert plan.shared_bytes > limit // 2 or plan.grid[1] < multiprocessors
+        assert plan.grid[1] <= multiprocessors
+    down = few_plan((matrix_of(QuantType.IQ4_NL, 2560, 640),), 10, 10, gpu, 512, extra=GATED)
+    assert down.grid[0] * down.grid[1] <= 2 * multiprocessors
     assert limit // 3 < down.shared_bytes <= limit // 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_products_compile_for_every_architecture(architecture: str) -> None:
-    matrix = matrix_of(QuantType.IQ3_XXS, 640, 2560)
+    matrix, gpu = matrix_of(QuantType.IQ3_XXS, 640, 2560), Gpu(99 << 10, 132)
     units = (
-        few_plan((matrix,), 1, 1, 99 << 10).unit,
-        few_plan((matrix_of(QuantType.F32, 512, 2560), matrix), 1, 1, 99 << 10).unit,
-        few_plan((matrix, matrix), 1, 10, 99 << 10, 512).unit,
-        few_plan((matrix,), 1, 1, 99 << 10, extra=GATED).unit,
-        few_plan((matrix,), 10, 10, 99 << 10, 512, extra=GATED).unit,
+        few_plan((matrix,), 1, 1, gpu).unit,
+        few_plan((matrix_of(QuantType.F32, 512, 2560), matrix), 1, 1, gpu).unit,
+        few_plan((matrix, matrix), 1, 10, gpu, 512).unit,
+        few_plan((matrix,), 1, 1, gpu, extra=GATED).unit,
+        few_plan((matrix,), 10, 10, gpu, 512, extra=GATED).unit,
         grouped_many_plan(matrix, 20480, 512, 99 << 10).unit,
     )
     assert_they_compile(units if architecture in FIRSTS else units[:1], architecture)

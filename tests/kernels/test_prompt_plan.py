@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Kernel, Tensor
+from strata_cli.engine.kernels.gpu import Gpu
 from strata_cli.engine.kernels.matmul import matmul, round_rows
 from strata_cli.engine.kernels.matmul_at_once import Output, matmul_at_once
 from strata_cli.engine.kernels.products import (
@@ -19,7 +20,6 @@ from strata_cli.engine.kernels.products import (
     many_plan,
 )
 from strata_cli.engine.kernels.prompt_plan import (
-    Gpu,
     has_split_plan,
     has_thin_plan,
     split_plan,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+from strata_cli.engine.kernels.gpu import Gpu
 from strata_cli.engine.kernels.products import (
-    MULTIPROCESSORS,
     WARP,
     Matrix,
     Plan,
@@ -40,7 +40,6 @@ SUMS_BYTES = 12 << 10  # of the sums of tiles that a block adds up at once
 LIGHT_TILE_BYTES = 24 << 10
 FLOAT_TILE_BYTES = 44 << 10
 HEAVY_TILE_BYTES = 60 << 10  # by half where that fills idle multiprocessors
-FEW_TILES = MULTIPROCESSORS // 2
 PAIR_BLOCK_BYTES = 112 << 10  # two of these fit a multiprocessor
 WIDE_BLOCK_BYTES = 192 << 10  # of the usual one of a multiprocessor: never two, and much on its way
 RESERVED_BYTES = 1 << 10
@@ -142,7 +141,9 @@ def _is_float(matrices: tuple[Matrix, ...]) -> bool:
     return BLOCK[_main(matrices).qtype].weights == 1
 
 
-def _halves(matrices: tuple[Matrix, ...], rows: int, tokens: int, segments: int) -> bool:
+def _halves(
+    matrices: tuple[Matrix, ...], rows: int, tokens: int, segments: int, multiprocessors: int
+) -> bool:
     """Whether tiles are cut in half.
 
     Where that leaves most multiprocessors idle and a tile is heavy; and for one token, whose slices
@@ -150,12 +151,12 @@ def _halves(matrices: tuple[Matrix, ...], rows: int, tokens: int, segments: int)
     """
     main = _main(matrices)
     tiles = blocks(main.rows, rows)
-    if tiles <= FEW_TILES and rows * main.bytes_of(main.cols) > HEAVY_TILE_BYTES:
+    if tiles <= multiprocessors // 2 and rows * main.bytes_of(main.cols) > HEAVY_TILE_BYTES:
         return True
     if tokens * segments > 1 or _num_slices(main) == 1 or _together(main, rows // 2, rows, 1) == 1:
         return False
     most, most_of_halves = (
-        blocks(blocks(main.rows, each), MULTIPROCESSORS) * each for each in (rows, rows // 2)
+        blocks(blocks(main.rows, each), multiprocessors) * each for each in (rows, rows // 2)
     )
     return 10 * most_of_halves <= 9 * most
 
@@ -371,35 +372,36 @@ def _spread(shape: _Shape, resident: int, limit: int) -> _Shape:
     return replace(shape, shared_bytes=max(shape.shared_bytes, least))
 
 
-def few_rows(matrices: tuple[Matrix, ...], segments: int) -> int:
+def _few_rows(matrices: tuple[Matrix, ...], segments: int, multiprocessors: int) -> int:
     """Weight rows of a tile: sixteen where their bytes are few and tiles many."""
     main = _main(matrices)
     tiles = sum(blocks(m.rows, 16) for m in matrices) * segments
     is_light = 16 * main.bytes_of(main.cols) <= LIGHT_TILE_BYTES
-    return 16 if is_light and tiles >= 2 * MULTIPROCESSORS else 8
+    return 16 if is_light and tiles >= 2 * multiprocessors else 8
 
 
 def _choose(
     matrices: tuple[Matrix, ...],
     tokens: int,
     segments: int,
-    limit: int,
+    gpu: Gpu,
     experts: int,
     way: Way,
     streams: int = 0,
 ) -> tuple[_Shape, int]:
     """The shape, and blocks per segment."""
-    rows = way.rows or few_rows(matrices, segments)
-    halves = _halves(matrices, rows, tokens, segments)
+    limit, multiprocessors = gpu.shared_bytes, max(1, gpu.num_multiprocessors)
+    rows = way.rows or _few_rows(matrices, segments, multiprocessors)
+    halves = _halves(matrices, rows, tokens, segments, multiprocessors)
     tiles = _num_tiles(matrices, rows, halves=halves)
     # Short rows of experts, which are not known before the launches ahead are done, are over before
     # one block has them all on their way.
     is_short = experts > 0 and max(map(_num_slices, matrices)) == 1
-    is_pair = is_short and tiles * segments > MULTIPROCESSORS and not _is_float(matrices)
+    is_pair = is_short and tiles * segments > multiprocessors and not _is_float(matrices)
     resident = way.resident or (2 if is_pair else 1)
     warps = way.warps or (USUAL_WARPS if resident == 1 else PAIR_WARPS)
     budget = way.shared_bytes or (WIDE_BLOCK_BYTES if resident == 1 else PAIR_BLOCK_BYTES)
-    num_blocks = min(tiles, max(1, MULTIPROCESSORS * resident // segments))
+    num_blocks = min(tiles, max(1, multiprocessors * resident // segments))
     for most in dict.fromkeys((min(budget, limit), min(PAIR_BLOCK_BYTES, limit), limit)):
         for columns in (min(FEW_COLUMNS, tokens), 4, 2, 1):
             if columns > tokens:
@@ -427,7 +429,7 @@ def few_plan(
     matrices: tuple[Matrix, ...],
     tokens: int,
     segments: int,
-    limit: int,
+    gpu: Gpu,
     experts: int = 0,
     way: Way = Way(),  # noqa: B008  # frozen
     extra: Extra = Extra(),  # noqa: B008  # frozen
@@ -439,7 +441,7 @@ def few_plan(
             or two of one kind.
         tokens: most activation rows of one segment.
         segments: passes over the tokens of 8 rows, or pairs.
-        limit: shared memory that a block may have.
+        gpu: where it runs.
         experts: 0: no experts.
         way: other than the usual choice.
         extra: what the launch does besides multiplying.
@@ -447,7 +449,7 @@ def few_plan(
     Raises:
         DeviceError: nothing fits the shared memory.
     """
-    shape, num_blocks = _choose(matrices, tokens, segments, limit, experts, way, extra.streams)
+    shape, num_blocks = _choose(matrices, tokens, segments, gpu, experts, way, extra.streams)
     if not experts:
         segments = blocks(tokens, shape.columns)
     numbers = [shape.columns, shape.teams, shape.team_warps, shape.slots]
@@ -506,9 +508,9 @@ def _unit(
     return Unit(FEW_SOURCE, function, defines + extra.defines + way.defines)
 
 
-def can_mix(matrix: Matrix, tokens: int, segments: int, limit: int, streams: int) -> bool:
+def can_mix(matrix: Matrix, tokens: int, segments: int, gpu: Gpu, streams: int) -> bool:
     """Whether tiles may have whole spans of rows of each of so many streams."""
-    shape, _ = _choose((matrix,), tokens, segments, limit, 0, Way(), streams)
+    shape, _ = _choose((matrix,), tokens, segments, gpu, 0, Way(), streams)
     span_rows, rest = divmod(shape.cuts[0].tile_rows, streams)
     is_whole = matrix.rows % streams == 0 and span_rows > 0 and rest == 0
     return (

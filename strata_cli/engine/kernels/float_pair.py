@@ -13,6 +13,7 @@ import numpy as np
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS, SLICED_FLOAT_TOKENS
+from strata_cli.engine.kernels.gpu import gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Product
 from strata_cli.engine.kernels.moe import CANDIDATE_WORDS, ROUTE_IN_REGISTERS
@@ -27,7 +28,6 @@ from strata_cli.engine.kernels.prompt_plan import (
     SPLIT_ROWS,
     SPLIT_SHARED_BYTES,
     SPLIT_WARPS,
-    gpu_of,
     has_split_plan,
 )
 from strata_cli.engine.kernels.shapes import blocks, expect

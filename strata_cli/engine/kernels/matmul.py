@@ -28,6 +28,7 @@ from strata_cli.engine.kernels.choice import (
 )
 from strata_cli.engine.kernels.dequant import dequantizer
 from strata_cli.engine.kernels.few import FEW_COLUMNS, FEW_SOURCE, few_plan
+from strata_cli.engine.kernels.gpu import Gpu, gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.pointers import (
@@ -45,12 +46,9 @@ from strata_cli.engine.kernels.products import (
     grouped_many_plan,
     many_plan,
     matrix_of,
-    shared_limit,
     sliced_plan,
 )
 from strata_cli.engine.kernels.prompt_plan import (
-    Gpu,
-    gpu_of,
     has_split_plan,
     has_thin_plan,
     split_plan,
@@ -315,7 +313,7 @@ def _dense_way(
         kernel = _kernel(_bind_matmul_many, _matmul_reference, plan.unit)
         return _Way(True, kernel, plan.launch(items, grain, early=True))
     split = _split_plan(matrix, tokens, x_phase, gpu, is_few=is_few)
-    plan = split or few_plan((matrix,), tokens, blocks(tokens, FEW_COLUMNS), gpu.shared_bytes)
+    plan = split or few_plan((matrix,), tokens, blocks(tokens, FEW_COLUMNS), gpu)
     kernel = _kernel(_bind_matmul, _matmul_reference, plan.unit)
     return _Way(False, kernel, plan.launch(items, grain, early=True))
 
@@ -357,9 +355,8 @@ def _dense_plan(matrix: Matrix, tokens: int, gpu: Gpu) -> Plan:
     return many_plan(matrix, tokens, gpu.shared_bytes)
 
 
-def _grouped_plan(stream: Stream, matrix: Matrix, pairs: int, experts: int) -> Plan:
+def _grouped_plan(gpu: Gpu, matrix: Matrix, pairs: int, experts: int) -> Plan:
     """The faster of two functions for many pairs; they give the same bits."""
-    gpu = gpu_of(stream)
     if has_warpgroup_plan(matrix, gpu, experts):
         return grouped_warpgroup_plan(matrix, pairs, experts, gpu)
     return grouped_many_plan(matrix, pairs, experts, gpu.shared_bytes)
@@ -514,16 +511,16 @@ def grouped_matmul(
     align = alignment(row_nbytes, layout.offset_bytes)
     matrix = Matrix(layout.qtype, layout.rows, layout.cols, align)
     numbers = (int(layout.qtype), layout.rows, layout.cols, layout.offset_bytes)
-    limit = shared_limit(stream)
+    gpu = gpu_of(stream)
     is_many = pairs > FEW_PAIRS_PER_EXPERT * experts
     if is_many and rounded is not None and _has_many(matrix, rounded.address & 15):
         expect("grouped_matmul rounded", rounded, x.shape, np.float16)
-        plan = _grouped_plan(stream, matrix, pairs, experts)
+        plan = _grouped_plan(gpu, matrix, pairs, experts)
         kernel = _kernel(_bind_grouped_many, _grouped_reference, plan.unit)
         launch = plan.launch(items, grain, early=True)
         stream.launch(kernel, launch, x, rounded, blobs, row_of, expert_start, out, *numbers)
         return
-    plan = few_plan((matrix,), x.shape[0], pairs, limit, experts)
+    plan = few_plan((matrix,), x.shape[0], pairs, gpu, experts)
     kernel = _kernel(_bind_grouped, _grouped_reference, plan.unit)
     launch = plan.launch(items, grain, early=True)
     stream.launch(kernel, launch, x, blobs, row_of, expert_start, out, *numbers)

@@ -13,9 +13,9 @@ import numpy as np
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.choice import few_is_faster
+from strata_cli.engine.kernels.gpu import Gpu, gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.products import Matrix, matrix_of
-from strata_cli.engine.kernels.prompt_plan import Gpu, gpu_of
 from strata_cli.engine.kernels.shapes import expect
 from strata_cli.engine.kernels.warpgroup_plan import (
     MOST_MATRICES,

@@ -10,6 +10,7 @@ import numpy as np
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_PAIRS_PER_EXPERT, GATED_TOKENS
 from strata_cli.engine.kernels.few import FEW_COLUMNS, GATED, Extra, few_plan
+from strata_cli.engine.kernels.gpu import gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Experts, matrix_of_experts
 from strata_cli.engine.kernels.moe import ROUTE_IN_REGISTERS, RouteOperands, route_bytes
@@ -123,7 +124,7 @@ def matmul_normed(
     expect("normed matmul z", z, x.shape)
     expect("normed matmul norm", norm, (dim,))
     matrix = matrix_of(weight)
-    plan = few_plan((matrix,), tokens, 1, stream.shared_bytes, extra=Extra(head_dim=dim))
+    plan = few_plan((matrix,), tokens, 1, gpu_of(stream), extra=Extra(head_dim=dim))
     numbers = (int(weight.qtype), tokens, weight.rows, weight.cols, dim)
     launch = plan.launch(1, 1, early=True)
     stream.launch(gpu_kernel(plan.unit), launch, x, z, norm, eps, weight.data, out, *numbers)
@@ -150,7 +151,7 @@ def _expect_gated(x: Tensor, weight: Weight, out: Tensor) -> None:
 def _plan(stream: Stream, weight: Weight, tokens: int) -> Plan:
     matrix = matrix_of(weight)
     passes = blocks(tokens, FEW_COLUMNS)
-    return few_plan((matrix,), tokens, passes, stream.shared_bytes, extra=GATED)
+    return few_plan((matrix,), tokens, passes, gpu_of(stream), extra=GATED)
 
 
 def grouped_matmul_swiglu(
@@ -183,8 +184,8 @@ def grouped_matmul_swiglu(
     expect("grouped_matmul_swiglu expert_start", expert_start, (num_experts + 1,), row_of.dtype)
     if num_pairs == 0:
         return
-    matrix, limit = matrix_of_experts(layout), stream.shared_bytes
-    plan = few_plan((matrix,), gate.shape[0], num_pairs, limit, num_experts, extra=GATED)
+    matrix, gpu = matrix_of_experts(layout), gpu_of(stream)
+    plan = few_plan((matrix,), gate.shape[0], num_pairs, gpu, num_experts, extra=GATED)
     numbers = (int(layout.qtype), layout.rows, layout.cols, layout.offset_bytes)
     operands = (gate, up, experts.blobs, row_of, expert_start, experts.out)
     launch = plan.launch(1, 1, early=True)

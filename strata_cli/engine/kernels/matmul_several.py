@@ -14,6 +14,7 @@ from typing import NamedTuple
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_PAIRS_PER_EXPERT, all_few
 from strata_cli.engine.kernels.few import FEW_COLUMNS, MOST_MATRICES, Extra, can_share, few_plan
+from strata_cli.engine.kernels.gpu import gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
 from strata_cli.engine.kernels.matmul_at_once import Output, matmul_at_once
@@ -129,7 +130,7 @@ def _launch_several(
     for product in products:
         expect("matmul out", product.out, (tokens, product.weight.rows))
     passes, num_taps = blocks(tokens, FEW_COLUMNS), 0 if taps is None else taps.shape[1]
-    plan = few_plan(matrices, tokens, passes, stream.shared_bytes, extra=Extra(taps=num_taps))
+    plan = few_plan(matrices, tokens, passes, gpu_of(stream), extra=Extra(taps=num_taps))
     filled = products + (products[0],) * (MOST_MATRICES - len(products))  # without rows of its own
     tensors = [tensor for each in filled for tensor in (each.weight.data, each.out)]
     if taps is not None and history is not None:
@@ -178,7 +179,7 @@ def grouped_matmul_pair(
         expect("grouped_matmul out", each.out, (pairs, rows))
     expect("grouped_matmul row_of", row_of, (pairs,), row_of.dtype)
     expect("grouped_matmul expert_start", expert_start, (experts + 1,), row_of.dtype)
-    plan = few_plan(matrices, x.shape[0], own_pairs, stream.shared_bytes, experts)
+    plan = few_plan(matrices, x.shape[0], own_pairs, gpu_of(stream), experts)
     tensors = (first.blobs, second.blobs, row_of, expert_start, first.out, second.out)
     offsets = first.layout.offset_bytes, second.layout.offset_bytes
     numbers = (int(first.layout.qtype), rows, cols, *offsets)

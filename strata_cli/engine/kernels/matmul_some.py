@@ -14,6 +14,7 @@ import numpy as np
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS, SOME_PAIRS_PER_EXPERT, SOME_TOKENS
 from strata_cli.engine.kernels.few import book_bytes, cut_rows
+from strata_cli.engine.kernels.gpu import Gpu, gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Experts, matrix_of_experts
 from strata_cli.engine.kernels.products import (
@@ -24,7 +25,6 @@ from strata_cli.engine.kernels.products import (
     slice_cols,
     unit_of,
 )
-from strata_cli.engine.kernels.prompt_plan import Gpu, gpu_of
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import BLOCK

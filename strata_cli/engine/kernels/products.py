@@ -16,15 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from strata_cli.engine.device.base import Launch, Stream
+from strata_cli.engine.device.base import Launch
 from strata_cli.engine.kernels.shapes import blocks
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import BLOCK, QuantType, grid, row_bytes
 from strata_cli.errors import DeviceError
 
 WARP = 32
-NO_LIMIT = 1 << 30
-MULTIPROCESSORS = 132  # of the reference GPU; with fewer, blocks wait for each other
+MULTIPROCESSORS = 132  # of the reference GPU, whose times choices between functions follow
 WARP_ROWS = 32
 WARP_TOKENS = 64
 TOKEN_PITCH = 320  # bytes of one token in a stage of 128 k
@@ -90,11 +89,6 @@ class Plan:
             extents=self.extents,
             early=early,
         )
-
-
-def shared_limit(stream: Stream) -> int:
-    """Shared memory that a plan may count on; the host, which has none, ignores the plan."""
-    return stream.shared_bytes or NO_LIMIT
 
 
 def alignment(*offsets: int) -> int:

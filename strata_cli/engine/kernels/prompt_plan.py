@@ -7,9 +7,8 @@ matmul_thin.cu.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
-from strata_cli.engine.device.base import Stream
+from strata_cli.engine.kernels.gpu import Gpu
 from strata_cli.engine.kernels.products import (
     MULTIPROCESSORS,
     WARP,
@@ -17,7 +16,6 @@ from strata_cli.engine.kernels.products import (
     Plan,
     Unit,
     alignment,
-    shared_limit,
     slice_cols,
 )
 from strata_cli.engine.kernels.shapes import blocks
@@ -33,25 +31,6 @@ THIN_FEW_TOKENS = 16 * MULTIPROCESSORS
 THIN_SHARED_BYTES = 48 << 10
 SPLIT_ROW_BYTES = 256  # of a row in a stage
 SPLIT_SHARED_BYTES = SPLIT_STAGES * 2 * SPLIT_ROWS * SPLIT_ROW_BYTES
-
-
-class Gpu(NamedTuple):
-    """What decides which functions run, and in how many blocks.
-
-    Attributes:
-        shared_bytes: most dynamic shared memory of a block.
-        num_multiprocessors: how many there are.
-        capability: compute capability.
-    """
-
-    shared_bytes: int
-    num_multiprocessors: int
-    capability: tuple[int, int] = (0, 0)
-
-
-def gpu_of(stream: Stream) -> Gpu:
-    """The GPU that a stream belongs to; the host has no limits and no multiprocessors."""
-    return Gpu(shared_limit(stream), stream.num_multiprocessors, stream.capability)
 
 
 def has_split_plan(matrix: Matrix, x_address: int, gpu: Gpu) -> bool:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS
 from strata_cli.engine.kernels.few import FEW_COLUMNS, Extra, can_mix, few_plan
+from strata_cli.engine.kernels.gpu import Gpu, gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.products import WARP, Matrix, Plan, matrix_of, slice_cols
 from strata_cli.engine.kernels.prompt_plan import has_thin_plan
@@ -62,7 +63,7 @@ def matmul_inject(
     num_parts = inject_parts(width)
     expect("matmul_inject parts", parts, (num_parts, tokens, inject.rows))
     matrix, lane = matrix_of(down), matrix_of(inject).lane
-    plan = _inject_plan(matrix, lane, tokens, num_parts, stream.shared_bytes)
+    plan = _inject_plan(matrix, lane, tokens, num_parts, gpu_of(stream))
     slice_width = slice_cols(QuantType.F32, width)
     numbers = (int(down.qtype), tokens, down.rows, down.cols, inject.rows, slice_width)
     operands = (normed, down.data, low, inject.data, parts)
@@ -117,7 +118,7 @@ def read_few(
         rows, num_parts, lane = inject.rows, inject_parts(width), matrix_of(inject).lane
         expect("read_few parts", parts, (num_parts, 1, rows))
         others = (inject.data, parts)
-    plan = _read_plan(matrix_of(down), num_streams, lane, num_parts, stream.shared_bytes)
+    plan = _read_plan(matrix_of(down), num_streams, lane, num_parts, gpu_of(stream))
     numbers = (size, down.rows, down.cols, rows, slice_cols(QuantType.F32, width))
     operands = (x, norm, eps, normed, down.data, low, *others)
     launch = plan.launch(1, 1, early=True)
@@ -129,7 +130,7 @@ def can_mix_beside(stream: Stream, low: Tensor, num_streams: int, up: Weight) ->
     tokens = low.shape[0]
     if not 0 < tokens <= FEW_TOKENS or not stream.shared_bytes:
         return False
-    return _can_mix(matrix_of(up), tokens, stream.shared_bytes, num_streams)
+    return _can_mix(matrix_of(up), tokens, gpu_of(stream), num_streams)
 
 
 def matmul_silu_mix(
@@ -154,30 +155,30 @@ def matmul_silu_mix(
     expect("matmul_silu_mix out", out, (tokens, up.rows // num_streams))
     matrix, passes = matrix_of(up), blocks(tokens, FEW_COLUMNS)
     extra = Extra(is_gated=True, streams=num_streams)
-    plan = few_plan((matrix,), tokens, passes, stream.shared_bytes, extra=extra)
+    plan = few_plan((matrix,), tokens, passes, gpu_of(stream), extra=extra)
     numbers = (int(up.qtype), tokens, up.rows, up.cols)
     launch = plan.launch(1, 1, early=True)
     stream.launch(gpu_kernel(plan.unit), launch, low, up.data, normed, out, *numbers)
 
 
 @lru_cache(maxsize=64)
-def _can_mix(matrix: Matrix, tokens: int, limit: int, num_streams: int) -> bool:
-    return can_mix(matrix, tokens, blocks(tokens, FEW_COLUMNS), limit, num_streams)
+def _can_mix(matrix: Matrix, tokens: int, gpu: Gpu, num_streams: int) -> bool:
+    return can_mix(matrix, tokens, blocks(tokens, FEW_COLUMNS), gpu, num_streams)
 
 
 @lru_cache(maxsize=64)
-def _inject_plan(matrix: Matrix, lane: int, tokens: int, num_parts: int, limit: int) -> Plan:
+def _inject_plan(matrix: Matrix, lane: int, tokens: int, num_parts: int, gpu: Gpu) -> Plan:
     """The product's, with more blocks for the inject's slices."""
-    plan = few_plan((matrix,), tokens, blocks(tokens, FEW_COLUMNS), limit)
+    plan = few_plan((matrix,), tokens, blocks(tokens, FEW_COLUMNS), gpu)
     warps = min(INJECT_WARPS, plan.block[0] // WARP)
     slices = blocks(num_parts * blocks(tokens, INJECT_TOKENS), warps)
     return _with_more(plan, "matmul_few_inject", lane, slices)
 
 
 @lru_cache(maxsize=64)
-def _read_plan(matrix: Matrix, num_streams: int, lane: int, num_parts: int, limit: int) -> Plan:
+def _read_plan(matrix: Matrix, num_streams: int, lane: int, num_parts: int, gpu: Gpu) -> Plan:
     """The same, with warps that norm streams, and room for these in each of the inject's blocks."""
-    plan = few_plan((matrix,), 1, 1, limit)
+    plan = few_plan((matrix,), 1, 1, gpu)
     threads = WARP * (blocks(num_streams * NORM_WARPS, MOST_EACH) + 1)
     plan = replace(plan, block=(max(plan.block[0], threads), 1, 1))
     warps = min(INJECT_WARPS, plan.block[0] // WARP)

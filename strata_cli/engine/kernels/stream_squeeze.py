@@ -12,6 +12,7 @@ import numpy as np
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS, SOME_TOKENS, slices_are_faster
+from strata_cli.engine.kernels.gpu import Gpu, gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.products import (
     WARP,
@@ -22,7 +23,7 @@ from strata_cli.engine.kernels.products import (
     slice_cols,
     sliced_plan,
 )
-from strata_cli.engine.kernels.prompt_plan import Gpu, gpu_of, has_thin_plan
+from strata_cli.engine.kernels.prompt_plan import has_thin_plan
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.stream_read import INJECT_TOKENS, INJECT_WARPS, inject_parts
 from strata_cli.engine.kernels.warpgroup_plan import warpgroup_sliced_plan

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from strata_cli.engine.device.base import KernelArgument, Launch, Stream, Tensor
 from strata_cli.engine.kernels.few import Extra, few_plan
+from strata_cli.engine.kernels.gpu import gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.hyper import expect_inject
 from strata_cli.engine.kernels.moe import CombineOperands
@@ -69,7 +70,7 @@ def matmul_write(
     matrix = matrix_of(weight)
     dim = 0 if heads is None else heads.weight.shape[0]
     extra = Extra(head_dim=dim, written=num_streams)
-    plan = few_plan((matrix,), 1, 1, stream.shared_bytes, extra=extra)
+    plan = few_plan((matrix,), 1, 1, gpu_of(stream), extra=extra)
     arguments: list[KernelArgument] = [x]
     numbers = [int(weight.qtype), 1, size, weight.cols]
     if heads is not None:

@@ -9,6 +9,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from strata_cli.engine.kernels.gpu import Gpu
 from strata_cli.engine.kernels.products import (
     Matrix,
     Plan,
@@ -20,7 +21,6 @@ from strata_cli.engine.kernels.products import (
     sliced_plan,
     unit_of,
 )
-from strata_cli.engine.kernels.prompt_plan import Gpu
 from strata_cli.engine.kernels.shapes import blocks
 from strata_cli.engine.model.quants import BLOCK, QuantType
 from strata_cli.errors import DeviceError
