@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Protocol
 
@@ -84,11 +85,8 @@ class Issuer(Protocol):
         ...
 
 
-class ThreadIssuer:
-    """A thread that sleeps unless the walk can go on.
-
-    ``turns``, ``_failure`` and then ``_has_ended`` are written by the issuer's thread, everything
-    else by the consumer's; ``_wanted`` is the entry that it waits for.
+class _WatchedIssuer(ABC):
+    """How a consumer waits for any issuer: watched, counted and traced.
 
     Args:
         walk: whose turns to take.
@@ -103,6 +101,60 @@ class ThreadIssuer:
         self.turns: Counter[Turn] = Counter()
         self._watchdog_s = watchdog_s
         self._trace = trace
+
+    def require(self, k: int) -> None:
+        """See Issuer."""
+        if self.walk.issued > k:
+            return
+        start, start_ns = time.perf_counter(), self._trace.now_ns()
+        self._await_entry(k)
+        self.num_waits += 1
+        self.waited_s += time.perf_counter() - start
+        self._trace.since("issue.wait", start_ns, entry=k)
+
+    def await_event(self, event: Event, what: str) -> None:
+        """See Issuer."""
+        start_ns = self._trace.now_ns()
+
+        def is_reached() -> bool:
+            self._go_on()
+            return event.query()
+
+        poll(is_reached, Watchdog(self.walk, self._watchdog_s), what)
+        self._trace.since("device.wait", start_ns, what=what)
+
+    def finish(self) -> None:
+        """See Issuer."""
+        if self.walk.entries.count:
+            self.require(self.walk.entries.count - 1)
+
+    def stop(self) -> None:
+        """See Issuer."""
+        self.walk.stop()
+
+    @abstractmethod
+    def _await_entry(self, k: int) -> None:
+        """Blocks until entry k, which is not yet, is issued. Raises what require raises."""
+
+    @abstractmethod
+    def _go_on(self) -> None:
+        """What is left to do for the walk while the device is waited for.
+
+        Raises:
+            StrataError: the link failed.
+            StateError: the walk was stopped.
+        """
+
+
+class ThreadIssuer(_WatchedIssuer):
+    """A thread that sleeps unless the walk can go on.
+
+    ``turns``, ``_failure`` and then ``_has_ended`` are written by the issuer's thread, everything
+    else by the consumer's; ``_wanted`` is the entry that it waits for.
+    """
+
+    def __init__(self, walk: Walk, watchdog_s: float, trace: Trace = NO_TRACE) -> None:
+        super().__init__(walk, watchdog_s, trace)
         self._failure: BaseException | None = None
         self._has_ended = False
         self._wanted = ANY_NUMBER
@@ -122,11 +174,24 @@ class ThreadIssuer:
         """See Issuer."""
         self._work.ring()
 
-    def require(self, k: int) -> None:
+    def finish(self) -> None:
         """See Issuer."""
-        if self.walk.issued > k:
-            return
-        start, start_ns = time.perf_counter(), self._trace.now_ns()
+        super().finish()
+        self._join()
+        self._check_failure()
+
+    def stop(self) -> None:
+        """See Issuer."""
+        super().stop()
+        self._work.ring()
+
+    def close(self) -> None:
+        """See Issuer."""
+        self.stop()
+        if self._thread.ident is not None:
+            self._join()
+
+    def _await_entry(self, k: int) -> None:
         watchdog = Watchdog(self.walk, self._watchdog_s)
         longest_s = min(self._watchdog_s or LONGEST_WAIT_S, LONGEST_WAIT_S)
         self._wanted = k
@@ -135,40 +200,11 @@ class ThreadIssuer:
             self._issued.wait(longest_s)
             watchdog.check(f"entry {k}")
         self._wanted = ANY_NUMBER
-        self.num_waits += 1
-        self.waited_s += time.perf_counter() - start
-        self._trace.since("issue.wait", start_ns, entry=k)
 
-    def await_event(self, event: Event, what: str) -> None:
-        """See Issuer."""
-        start_ns = self._trace.now_ns()
-
-        def is_reached() -> bool:
-            self._check_failure()
-            if self.walk.is_stopped:
-                raise _stopped(self.walk)
-            return event.query()
-
-        poll(is_reached, Watchdog(self.walk, self._watchdog_s), what)
-        self._trace.since("device.wait", start_ns, what=what)
-
-    def finish(self) -> None:
-        """See Issuer."""
-        if self.walk.entries.count:
-            self.require(self.walk.entries.count - 1)
-        self._join()
+    def _go_on(self) -> None:
         self._check_failure()
-
-    def stop(self) -> None:
-        """See Issuer."""
-        self.walk.stop()
-        self._work.ring()
-
-    def close(self) -> None:
-        """See Issuer."""
-        self.stop()
-        if self._thread.ident is not None:
-            self._join()
+        if self.walk.is_stopped:
+            raise _stopped(self.walk)
 
     def _join(self) -> None:
         self._thread.join(JOIN_S)
@@ -209,22 +245,8 @@ class ThreadIssuer:
             raise _stopped(self.walk)
 
 
-class InlineIssuer:
-    """The consumer's own thread takes a turn whenever it comes by.
-
-    Args:
-        walk: whose turns to take.
-        watchdog_s: seconds without progress that end a wait, 0 = none do.
-        trace: told of turns and waits.
-    """
-
-    def __init__(self, walk: Walk, watchdog_s: float, trace: Trace = NO_TRACE) -> None:
-        self.walk = walk
-        self.num_waits = 0
-        self.waited_s = 0.0
-        self.turns: Counter[Turn] = Counter()
-        self._watchdog_s = watchdog_s
-        self._trace = trace
+class InlineIssuer(_WatchedIssuer):
+    """The consumer's own thread takes a turn whenever it comes by."""
 
     def start(self) -> None:
         """See Issuer."""
@@ -234,46 +256,20 @@ class InlineIssuer:
         """See Issuer."""
         self._turn()
 
-    def require(self, k: int) -> None:
+    def close(self) -> None:
         """See Issuer."""
-        if self.walk.issued > k:
-            return
-        start, start_ns = time.perf_counter(), self._trace.now_ns()
+        self.stop()
 
+    def _await_entry(self, k: int) -> None:
         def is_issued() -> bool:
-            if self._turn() is Turn.STOPPED:
-                raise _stopped(self.walk)
+            self._go_on()
             return self.walk.issued > k
 
         poll(is_issued, Watchdog(self.walk, self._watchdog_s), f"entry {k}")
-        self.num_waits += 1
-        self.waited_s += time.perf_counter() - start
-        self._trace.since("issue.wait", start_ns, entry=k)
 
-    def await_event(self, event: Event, what: str) -> None:
-        """See Issuer."""
-        start_ns = self._trace.now_ns()
-
-        def is_reached() -> bool:
-            if self._turn() is Turn.STOPPED:
-                raise _stopped(self.walk)
-            return event.query()
-
-        poll(is_reached, Watchdog(self.walk, self._watchdog_s), what)
-        self._trace.since("device.wait", start_ns, what=what)
-
-    def finish(self) -> None:
-        """See Issuer."""
-        if self.walk.entries.count:
-            self.require(self.walk.entries.count - 1)
-
-    def stop(self) -> None:
-        """See Issuer."""
-        self.walk.stop()
-
-    def close(self) -> None:
-        """See Issuer."""
-        self.walk.stop()
+    def _go_on(self) -> None:
+        if self._turn() is Turn.STOPPED:
+            raise _stopped(self.walk)
 
     def _turn(self) -> Turn:
         turn = _turn(self.walk, self._trace)
