@@ -30,7 +30,7 @@ from benchmarks.timing import Clock, Row
 from strata_cli.engine.device import cuda_kernels, open_device
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.device.transfer import upload
-from strata_cli.engine.kernels import attention, gdn, hyper, indexer, moe, ngram, rope
+from strata_cli.engine.kernels import attention, gdn, hyper, indexer, moe, ngram, rope, routing
 
 # Extents of the full model.
 STREAMS, HIDDEN, RANK, EPS = 4, 2560, 320, 1e-6
@@ -349,16 +349,16 @@ def experts(bench: Bench, tokens: int) -> None:
     start, row_of = bench.empty(EXPERTS + 1, dtype=np.int32), bench.empty(pairs, dtype=np.int32)
     pair_of = bench.empty(tokens, TOP_K, dtype=np.int32)
     bench.measure(
-        "route", tokens, 4 * tokens * EXPERTS + 8 * pairs, moe.route, logits, ids, weights
+        "route", tokens, 4 * tokens * EXPERTS + 8 * pairs, routing.route, logits, ids, weights
     )
     bench.measure(
-        "order_by_expert", tokens, 12 * pairs, moe.order_by_expert, ids, start, row_of, pair_of
+        "order_by_expert", tokens, 12 * pairs, routing.order_by_expert, ids, start, row_of, pair_of
     )
     bench.measure(
         "route_in_order",
         tokens,
         4 * tokens * EXPERTS + 20 * pairs,
-        moe.route_in_order,
+        routing.route_in_order,
         logits,
         ids,
         weights,

@@ -25,7 +25,8 @@ from strata_cli.engine.kernels.matmul_several import (
     matmul_several,
     matmul_several_conv,
 )
-from strata_cli.engine.kernels.moe import RouteOperands, route_in_order, swiglu
+from strata_cli.engine.kernels.moe import swiglu
+from strata_cli.engine.kernels.routing import RouteOperands, route_in_order
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import QuantType, row_bytes
 from tests.kernels.lab import Lab, normal

@@ -21,8 +21,9 @@ from strata_cli.engine.kernels.matmul_some import (
     matmul_swiglu_some,
     some_plan,
 )
-from strata_cli.engine.kernels.moe import route, swiglu
+from strata_cli.engine.kernels.moe import swiglu
 from strata_cli.engine.kernels.products import Matrix, alignment
+from strata_cli.engine.kernels.routing import route
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import BLOCK, QuantType, row_bytes
 from strata_cli.errors import DeviceError

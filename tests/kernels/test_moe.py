@@ -8,22 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from strata_cli.engine.kernels.moe import (
-    COMBINE,
+from strata_cli.engine.kernels.moe import COMBINE, SWIGLU, combine, swiglu
+from strata_cli.engine.kernels.routing import (
     MIN_WEIGHT_SUM,
     ORDER_BY_EXPERT,
     RELABEL,
     ROUTE,
-    SWIGLU,
     ExpertOrder,
     Ranked,
     Routing,
-    combine,
     order_by_expert,
     relabel,
     route,
     route_in_order,
-    swiglu,
 )
 from strata_cli.errors import ShapeError
 from tests.kernels.lab import Lab, assert_close, normal

@@ -43,6 +43,14 @@ from strata_cli.engine.kernels.matmul_some import (
     matmul_some,
     matmul_swiglu_some,
 )
+from strata_cli.engine.kernels.routing import (
+    Ranked,
+    RouteOperands,
+    order_by_expert,
+    order_pairs,
+    route,
+    route_in_order,
+)
 from strata_cli.engine.kernels.splitting import Coming, clear_rows, split_pairs
 from strata_cli.engine.kernels.weight import Weight
 
@@ -78,7 +86,7 @@ def mix_experts(
     own = products[:2] if is_some else products
     begun = _before_routing(model, read, own, foreseen, (ids, places))
     shared_out, shared_down = take("shared_out", num), weights.shared_down
-    routing = moe.RouteOperands(router, ids, places, start, row_of, pair_of)
+    routing = RouteOperands(router, ids, places, start, row_of, pair_of)
     is_plain = split is None and rank_of is None
     if is_beside := is_plain and can_route_beside(stream, shared_down, routing):
         matmul_swiglu_route(stream, gate, up, shared_down, shared_out, routing)
@@ -137,7 +145,7 @@ def foretell(model: ModelOnStream, index: int, values: Tensor, room: Tensor) -> 
         )
     )
     matmul(stream, values, model.weights.layers[index].moe.router, logits)
-    moe.route_in_order(stream, logits, ids, places, start, row_of, pair_of)
+    route_in_order(stream, logits, ids, places, start, row_of, pair_of)
     return start
 
 
@@ -187,24 +195,24 @@ def _before_routing(
 
 
 def _route_in_order(
-    model: ModelOnStream, routing: moe.RouteOperands, rank_of: Tensor | None, *, is_routed: bool
+    model: ModelOnStream, routing: RouteOperands, rank_of: Tensor | None, *, is_routed: bool
 ) -> None:
     """Enqueue what is left of the routing, and the order of the pairs."""
     ranked = None
     if rank_of is not None:
         ranks = model.workspace.take("expert_ranks", routing.ids.shape[0])
-        ranked = moe.Ranked(rank_of, ranks)
+        ranked = Ranked(rank_of, ranks)
     if not is_routed:
-        moe.route_in_order(model.stream, *routing, ranked)
+        route_in_order(model.stream, *routing, ranked)
         return
     order = routing.ids, routing.expert_start, routing.row_of, routing.pair_of
-    moe.order_pairs(model.stream, *order, ranked)
+    order_pairs(model.stream, *order, ranked)
 
 
-def _route(stream: Stream, routing: moe.RouteOperands, *, is_routed: bool) -> None:
+def _route(stream: Stream, routing: RouteOperands, *, is_routed: bool) -> None:
     """Enqueue the routing alone, if it is left."""
     if not is_routed:
-        moe.route(stream, routing.logits, routing.ids, routing.weights)
+        route(stream, routing.logits, routing.ids, routing.weights)
 
 
 def _is_some(stream: Stream, weights: MoeWeights, num_tokens: int) -> bool:
@@ -253,7 +261,7 @@ def _share_out(
     ranks, start = take("expert_ranks", ids.shape[0]), model.workspace.take_all("expert_start")
     share, least_dropped = split.link_share, split.least_dropped
     split_pairs(model.stream, ids, blobs, share, split.slots, least_dropped, ranks, coming)
-    moe.order_by_expert(model.stream, ranks, start, row_of, pair_of)
+    order_by_expert(model.stream, ranks, start, row_of, pair_of)
     return start
 
 

@@ -16,7 +16,6 @@ from strata_cli.engine.kernels.choice import FEW_TOKENS, SLICED_FLOAT_TOKENS
 from strata_cli.engine.kernels.gpu import gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Product
-from strata_cli.engine.kernels.moe import CANDIDATE_WORDS, ROUTE_IN_REGISTERS
 from strata_cli.engine.kernels.products import (
     WARP,
     Matrix,
@@ -30,6 +29,7 @@ from strata_cli.engine.kernels.prompt_plan import (
     SPLIT_WARPS,
     has_split_plan,
 )
+from strata_cli.engine.kernels.routing import CANDIDATE_WORDS, ROUTE_IN_REGISTERS
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType

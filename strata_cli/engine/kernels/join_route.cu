@@ -6,7 +6,7 @@
 #include "weights.cuh"
 
 // join_route: (0 + slice 0 + slice 1 + ...) / the gain, as one block of matmul_split.cu would have
-// added them up, then route (moe.cu)
+// added them up, then route (route.cu)
 //   sums [slices,T,E] f32, then [slices,T,R] -> logits [T,E] f32, others [T,R] f32, ids [T,k] i32
 //   best first, weights [T,k] f32
 //   grid (T), shared 4 * (E + 2 * k + CANDIDATE_WORDS) bytes; reads 4 * slices * T * (E + R) bytes

@@ -13,8 +13,8 @@ from strata_cli.engine.kernels.few import FEW_COLUMNS, GATED, Extra, few_plan
 from strata_cli.engine.kernels.gpu import gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Experts, matrix_of_experts
-from strata_cli.engine.kernels.moe import ROUTE_IN_REGISTERS, RouteOperands, route_bytes
 from strata_cli.engine.kernels.products import WARP, Plan, matrix_of
+from strata_cli.engine.kernels.routing import ROUTE_IN_REGISTERS, RouteOperands, route_bytes
 from strata_cli.engine.kernels.shapes import blocks, expect
 from strata_cli.engine.kernels.weight import Weight
 
