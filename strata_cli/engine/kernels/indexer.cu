@@ -276,11 +276,6 @@ __global__ void __launch_bounds__(TILE_THREADS)
                              tokens);
 }
 
-__device__ inline int sum_of_warp(int v) {
-    for (int half = 16; half; half /= 2) v += __shfl_xor_sync(ALL_LANES, v, half);
-    return v;
-}
-
 // Numbers that warps left, up to 32 of them: the sum of those of warps before the calling one, and
 // of all. All at once: one after the other they would be most of the time that a selection takes.
 struct OverWarps {

@@ -17,6 +17,12 @@ __device__ inline float fold16(float v) {
     return v + __shfl_xor_sync(ALL_LANES, v, 1);
 }
 
+// Of a whole warp's integers, whose order does not matter.
+__device__ inline int sum_of_warp(int v) {
+    for (int half = 16; half; half /= 2) v += __shfl_xor_sync(ALL_LANES, v, half);
+    return v;
+}
+
 // -inf: orders below every number.
 __device__ inline float lowest() { return __int_as_float(0xff800000); }
 

@@ -4,11 +4,6 @@
 #include "overlap.cuh"
 #include "route.cuh"
 
-__device__ inline int sum_of_warp(int v) {
-    for (int half = 16; half; half /= 2) v += __shfl_xor_sync(ALL_LANES, v, half);
-    return v;
-}
-
 // route: softmax over all experts, the k best by logit (ties: lower id), renormalised
 //   logits [T,E] f32 -> ids [T,k] i32 best first, weights [T,k] f32
 //   grid (T / warps), one warp per token, shared 4 * (2 * k + CANDIDATE_WORDS) bytes per warp;
