@@ -142,32 +142,14 @@ def test_a_dropped_owner_gives_back_at_the_next_reap(sheltered: Shelter) -> None
 
 def test_what_was_given_back_is_forgotten(sheltered: Shelter) -> None:
     held, given, owner = Holdings(sheltered), Given(), Owner()
-    held.claim(owner, given)
-    held.give(owner)
-    held.give(owner)
+    key = held.claim(owner, given)
+    held.give(key)
+    held.give(key)
     del owner
     held.reap()
     assert given.times == 1
     assert not held._dropped
     assert not held._claims
-
-
-def test_an_owner_with_the_place_of_a_dropped_one_has_its_own(sheltered: Shelter) -> None:
-    held, first, second = Holdings(sheltered), Given(), Given()
-
-    class Twin(Owner):
-        """All that are made look like one, as objects at one address do."""
-
-    held.claim(owner := Twin(), first)
-    (claim,) = held._claims.values()
-    del owner
-    later = Twin()
-    claim.key = id(later)
-    held.claim(later, second)
-    held.reap()
-    assert (first.times, second.times) == (1, 0)
-    held.give(later)
-    assert second.times == 1
 
 
 def test_work_of_the_main_thread_is_done_by_another(sheltered: Shelter) -> None:

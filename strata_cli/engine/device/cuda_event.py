@@ -52,7 +52,9 @@ class CudaEvent:
         self.failure: Failure | None = None
         self._event = _Handle(context, "cuEventDestroy")
         flag = flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING
-        context.holdings.take(self, self._event, partial(self._event.make_event, int(flag)))
+        self._key = context.holdings.take(
+            self, self._event, partial(self._event.make_event, int(flag))
+        )
 
     @property
     def handle(self) -> Any:
@@ -80,7 +82,7 @@ class CudaEvent:
         return float(check("cuEventElapsedTime()", answer))
 
     def close(self) -> None:
-        self._context.holdings.give(self)
+        self._context.holdings.give(self._key)
 
 
 def is_done(call: str, status: Any) -> bool:
@@ -116,7 +118,7 @@ class CudaGraph:
         self.kept: list[object] = []
         self.block: weakref.ref[object] | None = None
         self._exec = _Handle(context, "cuGraphExecDestroy", self.kept)
-        context.holdings.claim(self, self._exec)
+        self._key = context.holdings.claim(self, self._exec)
 
     @property
     def handle(self) -> Any:
@@ -138,5 +140,5 @@ class CudaGraph:
 
     def close(self) -> None:
         self._is_open = False
-        self._context.holdings.give(self)
+        self._context.holdings.give(self._key)
         self.kept.clear()

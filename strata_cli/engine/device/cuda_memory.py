@@ -140,12 +140,12 @@ class DeviceBuffer(CudaBuffer):
     ) -> None:
         super().__init__(context, Home.DEVICE, nbytes, read_only=read_only)
         allocation = _Allocation(context, budget, nbytes)
-        context.holdings.take(self, allocation, allocation.take)
+        self._key = context.holdings.take(self, allocation, allocation.take)
         self._address = allocation.address
 
     def close(self) -> None:
         super().close()
-        self.context.holdings.give(self)
+        self.context.holdings.give(self._key)
 
 
 def allocate(context: Context, nbytes: int) -> Any:

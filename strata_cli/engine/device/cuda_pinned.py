@@ -54,14 +54,14 @@ class PinnedBuffer(HostViewBuffer):
         pages = _LockedPages(context, anonymous_bytes(size if nbytes >= 0 else nbytes))
         populate(pages.memory)
         super().__init__(context, Home.PINNED, pages.memory[:nbytes])
-        context.holdings.take(self, pages, pages.lock)
+        self._key = context.holdings.take(self, pages, pages.lock)
         self._bytes = pages.memory[:nbytes]
         self._address = pages.address
         self.pieces_bytes = SLICE_BYTES if len(pages.pieces) > 1 else 0
 
     def close(self) -> None:
         super().close()
-        self.context.holdings.give(self)
+        self.context.holdings.give(self._key)
 
 
 class _LockedPages:

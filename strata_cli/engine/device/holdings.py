@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -42,30 +43,37 @@ class Holdings:
 
     def __init__(self, shelter: Shelter) -> None:
         self._shelter = shelter
-        self._claims: dict[int, Claim] = {}  # by their owner's id
+        self._claims: dict[int, Claim] = {}
+        self._keys = itertools.count()
         self._dropped: deque[weakref.ref[object]] = deque()
 
-    def claim(self, owner: object, holding: Holding) -> None:
-        """From now on what is in the holding goes with its owner; until then it is empty."""
-        claim = Claim(owner, self._dropped.append)
-        claim.holding, claim.key = holding, id(owner)
-        self._claims[claim.key] = claim
+    def claim(self, owner: object, holding: Holding) -> int:
+        """From now on what is in the holding goes with its owner; until then it is empty.
 
-    def take(self, owner: object, holding: Holding, fill: Callable[[], None]) -> None:
-        """Calls the driver for what the owner is to have.
+        Returns:
+            what give() takes. Not the claim, which must not outlive what is known of it here.
+        """
+        claim = Claim(owner, self._dropped.append)
+        claim.holding, claim.key = holding, next(self._keys)
+        self._claims[claim.key] = claim
+        return claim.key
+
+    def take(self, owner: object, holding: Holding, fill: Callable[[], None]) -> int:
+        """Calls the driver for what the owner is to have; returns what claim() does.
 
         Raises:
             whatever fill() raises.
         """
-        self.claim(owner, holding)
+        key = self.claim(owner, holding)
         self._shelter.run(partial(_fill, fill, owner))
+        return key
 
-    def give(self, owner: object) -> None:
-        """Gives back now what this owner has; nothing where that has been done."""
-        claim = self._claims.get(id(owner))
+    def give(self, key: int) -> None:
+        """Gives back now; nothing where that has been done."""
+        claim = self._claims.get(key)
         if claim is not None:
             self._shelter.run(claim.holding.free)
-            self._claims.pop(claim.key, None)
+            self._claims.pop(key, None)
 
     def reap(self) -> None:
         """Gives back what dropped owners had. Any thread may call it."""
@@ -80,8 +88,7 @@ class Holdings:
                 return
             if isinstance(claim, Claim):
                 claim.holding.free()
-                if self._claims.get(claim.key) is claim:  # else its id is another owner's by now
-                    del self._claims[claim.key]
+                self._claims.pop(claim.key, None)
 
 
 def _fill(fill: Callable[[], None], _owner: object) -> None:

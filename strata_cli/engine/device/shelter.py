@@ -41,6 +41,7 @@ class Shelter:
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._is_closed = False
         self._thread = HelperThread(self._serve, name)
         self._thread.start()
 
@@ -52,7 +53,7 @@ class Shelter:
         Raises:
             whatever the work raises.
         """
-        if threading.current_thread() is not threading.main_thread() or not self._thread.is_alive():
+        if self._is_closed or threading.current_thread() is not threading.main_thread():
             work()
             return
         job = _Job(work)
@@ -67,6 +68,7 @@ class Shelter:
 
     def close(self) -> None:
         """End the thread behind what is asked already. Who asks later does it itself."""
+        self._is_closed = True  # first: nobody may wait behind the end
         self._jobs.put(None)
         self._thread.join()
 
