@@ -178,3 +178,12 @@ def test_a_pass_that_is_cut_off_leaves_nothing_that_arrives_later(
         sequence.reset()
         assert np.array_equal(bits(sequence.prefill(TEXT[:7])), bits(truth(TEXT[:7]).logits))
         assert sequence.state_hash() == truth(TEXT[:7]).state
+
+
+def test_a_sequence_may_close_behind_its_engine(model: Path) -> None:
+    """Though copies of its state were under way."""
+    with open_engine(model, device="host") as engine:
+        sequence = engine.sequence()
+        sequence.prefill(TEXT[:START])
+        sequence.restore(sequence.snapshot(waits=False))
+    sequence.close()

@@ -12,6 +12,7 @@ first, and the pass waits for each group of them as late as it can.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Buffer, Device, Event, Stream, Tensor
 from strata_cli.engine.device.transfer import host_tensor
-from strata_cli.errors import OutOfMemory
+from strata_cli.errors import DeviceError, OutOfMemory
 
 MOST_UNUSED = 2  # blocks that wait for another copy behind the next one
 ALIGN_BYTES = 64
@@ -184,7 +185,8 @@ class SnapshotRoom:
         if self._side is not None:
             self._side.close()
         if self._under_way:
-            self._stream.synchronize()
+            with suppress(DeviceError):  # a stream that is closed already has waited
+                self._stream.synchronize()
             self._under_way.clear()
         while self._unused:
             self._unused.pop().close()
