@@ -31,6 +31,7 @@ from strata_cli.engine.device import cuda_kernels, open_device
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.device.transfer import upload
 from strata_cli.engine.kernels import attention, gdn, hyper, indexer, moe, ngram, rope, routing
+from strata_cli.engine.kernels.delta_rule import DeltaRuleShape, delta_rule
 
 # Extents of the full model.
 STREAMS, HIDDEN, RANK, EPS = 4, 2560, 320, 1e-6
@@ -202,7 +203,7 @@ def delta_calls(bench: Bench, tokens: int) -> list[Callable[[], None]]:
     layers = GDN_LAYERS if tokens < 64 else 1
 
     def call(state: Tensor) -> Callable[[], None]:
-        return lambda: gdn.delta_rule(stream, c, alpha, beta, a, dt, state, out, KEY_HEADS, EPS)
+        return lambda: delta_rule(stream, c, alpha, beta, a, dt, state, out, KEY_HEADS, EPS)
 
     shape = (VALUE_HEADS, GDN_DIM, GDN_DIM)
     return [call(bench.normal(*shape, scale=0.1)) for _ in range(layers)]
@@ -464,9 +465,9 @@ def delta_variants(bench: Bench) -> None:
     """Block shapes of the delta rule."""
     for tokens in (1, 2048):
         for warps in (2, 4, 8):
-            shape = gdn.DeltaRuleShape(8, warps, tokens > 1)
+            shape = DeltaRuleShape(8, warps, tokens > 1)
             name, nbytes = f"delta_rule {warps} warps", delta_bytes(tokens)
-            with mock.patch.object(gdn.DeltaRuleShape, "of", return_value=shape):
+            with mock.patch.object(DeltaRuleShape, "of", return_value=shape):
                 bench.measure_each(name, tokens, nbytes, delta_calls(bench, tokens))
             bench.free()
 

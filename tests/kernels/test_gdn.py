@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from strata_cli.engine.kernels.delta_rule import DELTA_RULE, delta_rule
 from strata_cli.engine.kernels.gdn import (
     CAUSAL_CONV_SILU,
-    DELTA_RULE,
     GATED_NORM,
     causal_conv_silu,
-    delta_rule,
     gated_norm,
 )
 from strata_cli.engine.kernels.matmul import round_rows

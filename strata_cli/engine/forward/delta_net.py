@@ -7,7 +7,8 @@ from strata_cli.engine.forward.hyper_connections import LastProduct, LayerInput
 from strata_cli.engine.forward.on_stream import ModelOnStream
 from strata_cli.engine.forward.state import GdnState
 from strata_cli.engine.forward.weights import GdnWeights
-from strata_cli.engine.kernels import gdn as gdn_kernels
+from strata_cli.engine.kernels.delta_rule import delta_rule
+from strata_cli.engine.kernels.gdn import causal_conv_silu
 from strata_cli.engine.kernels.matmul_several import (
     Product,
     can_convolve,
@@ -63,7 +64,7 @@ def _recur(model: ModelOnStream, index: int, weights: GdnWeights, batch: Batch) 
     for segment in batch.segments:
         state, part = segment.gdn(index), slice(segment.start, segment.stop)
         rows, own_conv = rows_of(qkv, part), rows_of(conv, part)
-        gdn_kernels.causal_conv_silu(stream, rows, state.conv, weights.conv, own_conv)
+        causal_conv_silu(stream, rows, state.conv, weights.conv, own_conv)
         _go_on(model, weights, state, part)
 
 
@@ -73,7 +74,7 @@ def _go_on(model: ModelOnStream, weights: GdnWeights, state: GdnState, part: sli
         rows_of(model.workspace.take(name, part.stop), part)
         for name in ("conv", "alpha", "beta", "delta")
     )
-    gdn_kernels.delta_rule(
+    delta_rule(
         model.stream,
         conv,
         alpha,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from strata_cli.engine.device.base import Launch, Stream, Tensor
-from strata_cli.engine.kernels import gdn, indexer, ngram
+from strata_cli.engine.kernels import delta_rule, gdn, indexer, ngram
 from strata_cli.engine.kernels.attention import THREADS as STORE_THREADS
 from strata_cli.engine.kernels.attention_plan import ENOUGH_BLOCKS, AttendPlan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
@@ -125,19 +125,21 @@ def delta_rule_segments(
     expect("delta_rule_segments dt", dt, (num_values,))
     segments.check("delta_rule_segments", num_tokens)
     rows = (c, alpha, beta, a, dt, segments.table, out)
-    if segments.are_steps and gdn.can_step(dim, c, out):
+    if segments.are_steps and delta_rule.can_step(dim, c, out):
         launch = Launch(
             items=1,
-            grid=(dim // gdn.STEP_COLUMNS, num_values, num_tokens),
-            block=(gdn.STEP_THREADS, 1, 1),
+            grid=(dim // delta_rule.STEP_COLUMNS, num_values, num_tokens),
+            block=(delta_rule.STEP_THREADS, 1, 1),
             extents=(num_key_heads, num_values),
             early=True,
         )
-        kernel = gpu_kernel(Unit(gdn.SOURCE, f"delta_step_segments<{dim // gdn.SLICES}>", ()))
+        kernel = gpu_kernel(
+            Unit(delta_rule.SOURCE, f"delta_step_segments<{dim // delta_rule.SLICES}>", ())
+        )
         stream.launch(kernel, launch, *rows, eps)
         return
-    gdn.prepare_delta_rule(stream, c, alpha, beta, a, dt, num_key_heads, dim, eps)
-    shape = gdn.DeltaRuleShape.of(gdn.STEPS, dim)
+    delta_rule.prepare_delta_rule(stream, c, alpha, beta, a, dt, num_key_heads, dim, eps)
+    shape = delta_rule.DeltaRuleShape.of(delta_rule.STEPS, dim)
     launch = Launch(
         items=1,
         grid=(blocks(dim, shape.block_columns), num_values, len(segments.counts)),
@@ -147,7 +149,7 @@ def delta_rule_segments(
         early=True,
     )
     function = f"delta_rule_segments<{shape.keys}, {shape.warps}>"
-    kernel = gpu_kernel(Unit(gdn.SOURCE, function, ()))
+    kernel = gpu_kernel(Unit(delta_rule.SOURCE, function, ()))
     stream.launch(kernel, launch, c, alpha, beta, segments.table, out)
 
 

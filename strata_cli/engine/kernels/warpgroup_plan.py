@@ -1,6 +1,6 @@
 """How a GPU of compute capability 9.0 runs the many-row products by its warpgroups.
 
-Nothing here decides bits. The layout of shared memory is stated in matmul_warpgroup.cu.
+Nothing here decides bits. The layout of shared memory is stated in warpgroup_block.cuh.
 """
 
 from __future__ import annotations
