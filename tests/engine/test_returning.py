@@ -15,7 +15,7 @@ from strata_cli.engine.device.host import HostDevice
 from strata_cli.engine.device.host_stream import HostStream
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.forward import state
-from strata_cli.engine.sequence import Sequence
+from strata_cli.engine.sequence import Part, Sequence
 from tests.engine.passes import read_together
 from tests.engine.readings import TEXT, Truth, bits, open_engine
 
@@ -79,6 +79,18 @@ def together(engine: Engine, sequence: Sequence) -> NDArray[np.float32]:
         return read_together(engine, parts)[1][8:].reshape(-1)
 
 
+def served(engine: Engine, sequence: Sequence) -> NDArray[np.float32]:
+    """Two sequences whose states arrive, in one pass."""
+    with engine.sequence() as other:
+        other.prefill(TEXT[:7])
+        snapshot = other.snapshot()
+        other.restore(snapshot)
+        parts = [Part(other, TEXT[7:12]), Part(sequence, TEXT[START : START + 9])]
+        row = engine.read_together(parts)[1]
+    assert row is not None
+    return row
+
+
 def again(engine: Engine, sequence: Sequence) -> NDArray[np.float32]:
     """A copy of what is still arriving, put back over what went on."""
     snapshot = sequence.snapshot(waits=False)
@@ -89,7 +101,7 @@ def again(engine: Engine, sequence: Sequence) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize(
     ("read", "tokens"),
-    [(step, 1), (prefill, 9), (branch, 9), (branches, 9), (together, 9), (again, 9)],
+    [(step, 1), (prefill, 9), (branch, 9), (branches, 9), (together, 9), (served, 9), (again, 9)],
 )
 def test_what_follows_finds_all_of_the_state(
     engine: Engine,

@@ -52,8 +52,11 @@ class Forward(ModelOnStream):
         take, num = self.workspace.take, batch.num_tokens
         x = take("x", num)
         embed_streams(self.stream, take("ids", num), self.weights.embed, x)
+        states = {id(segment.state): segment.state for segment in batch.segments}.values()
         start = spans.mark(self.stream)
         for index, layer in enumerate(self.weights.layers):
+            for state in states:
+                state.arrive(index)
             self.layer(index, layer, batch, x, feed)
             stop = spans.mark(self.stream)
             spans.span("layer.run", start, stop, layer=index)
@@ -68,8 +71,6 @@ class Forward(ModelOnStream):
         feed: ExpertFeed | None = None,
     ) -> None:
         """Enqueue one layer, updating the residual streams x [T, S, D] in place."""
-        if len(batch.segments) == 1:  # of several, all is there
-            batch.segments[0].state.arrive(index)
         own = LayerPass(index, batch, x, feed)
         parts = (MIXER, EXPERTS) if layer.ngram is None else (NGRAMS, MIXER, EXPERTS)
         for part in parts:

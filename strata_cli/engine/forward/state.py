@@ -221,8 +221,8 @@ class SequenceState:
         """Before the enqueueing of a pass: K/V rows from the position on no longer count.
 
         Args:
-            layer_by_layer: the pass calls arrive() before each layer; else all of the running state
-                is there.
+            layer_by_layer: the pass is one of Forward.run(), which calls arrive() before each
+                layer; else all of the running state is there at once.
 
         Raises:
             StateError: an earlier pass was interrupted halfway.
@@ -240,12 +240,13 @@ class SequenceState:
     def begin_branches(self) -> None:
         """Before branches are enqueued: they use up the K/V rows from the position on, only those.
 
+        They call arrive() before each layer, as Forward.run() does.
+
         Raises:
             StateError: an earlier pass was interrupted halfway.
         """
         self.require_consistent()
         self._drop_rows_behind()
-        self._room.settle()
 
     def end_pass(self, ids: list[int], *, is_exact: bool = True) -> None:
         """After all of a pass was enqueued: count its tokens as read.

@@ -85,7 +85,9 @@ def read_mixed(
             ExitStack() as passes,
         ):
             for piece in pieces:
-                passes.enter_context(advancing(piece.state, list(piece.ids), is_exact=is_exact))
+                passes.enter_context(
+                    advancing(piece.state, list(piece.ids), is_exact=is_exact, layer_by_layer=True)
+                )
             enqueue_pass(forward, port, Batch(num, segments), ids, watch, stream)
         for piece, segment in zip(pieces, segments, strict=True):
             if piece.take_rows is not None:
