@@ -18,8 +18,7 @@ from strata_cli.engine.kernels.attention_inputs import (
     can_take_inputs,
 )
 from strata_cli.engine.kernels.attention_plan import AttendPlan
-from strata_cli.engine.kernels.matmul_several import Product, matmul_several
-from strata_cli.engine.kernels.segments import (
+from strata_cli.engine.kernels.cache_segments import (
     attend_segments,
     can_attend_segments,
     can_select_segments,
@@ -27,6 +26,7 @@ from strata_cli.engine.kernels.segments import (
     select_segments,
     store_segments,
 )
+from strata_cli.engine.kernels.matmul_several import Product, matmul_several
 
 
 def attention(

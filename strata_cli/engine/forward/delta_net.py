@@ -15,7 +15,7 @@ from strata_cli.engine.kernels.matmul_several import (
     matmul_several,
     matmul_several_conv,
 )
-from strata_cli.engine.kernels.segments import conv_segments, delta_rule_segments
+from strata_cli.engine.kernels.state_segments import conv_segments, delta_rule_segments
 from strata_cli.engine.kernels.stream_write import HeadNorm
 
 

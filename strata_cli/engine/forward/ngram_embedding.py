@@ -8,7 +8,7 @@ from strata_cli.engine.forward.on_stream import ModelOnStream
 from strata_cli.engine.forward.weights import NgramWeights
 from strata_cli.engine.kernels import ngram
 from strata_cli.engine.kernels.matmul import matmul
-from strata_cli.engine.kernels.segments import ngram_conv_segments, ngram_rows_segments
+from strata_cli.engine.kernels.state_segments import ngram_conv_segments, ngram_rows_segments
 
 
 def add_ngrams(model: ModelOnStream, weights: NgramWeights, batch: Batch, x: Tensor) -> None:
