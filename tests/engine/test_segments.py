@@ -13,7 +13,8 @@ from strata_cli.engine.engine import Engine, Part, Sequence
 from strata_cli.engine.forward.batch import Batch, Segment
 from strata_cli.engine.forward.segments import segment_rows, wants_table
 from strata_cli.engine.forward.state import AttentionState, GdnState
-from strata_cli.engine.kernels import segments as kernels
+from strata_cli.engine.kernels import cache_segments
+from strata_cli.engine.kernels.segments import SEGMENT_WORDS
 from strata_cli.engine.prefill import chunks
 from strata_cli.engine.prefill.branches import plan_batches
 from tests.engine.readings import TEXT, Truth, bits, open_engine
@@ -36,7 +37,7 @@ def test_the_table_leads_sequences_to_their_own_state(
     states = [sequence._state for sequence in two]
     segments = [Segment(states[0], 0, 40), Segment(states[1], 40, 43)]
     table = segment_rows(engine.spec, engine._forward.workspace, segments)
-    assert table.shape == (len(states[0].layers) + 1, 2, kernels.SEGMENT_WORDS)
+    assert table.shape == (len(states[0].layers) + 1, 2, SEGMENT_WORDS)
     assert (table[:, :, :3] == [[0, 40, 63], [40, 3, 17]]).all()
     for index, layer in enumerate(states[1].layers):
         row = table[index, 1].tolist()
@@ -91,7 +92,7 @@ def test_batches_have_no_more_suffixes_than_a_table() -> None:
 def test_together_is_as_one_by_one(
     model: Path, device_name: str, truth: Truth, monkeypatch: pytest.MonkeyPatch, enough: int
 ) -> None:
-    monkeypatch.setattr(kernels, "ENOUGH_BLOCKS", enough)
+    monkeypatch.setattr(cache_segments, "ENOUGH_BLOCKS", enough)
     found = []
     for is_together in (True, False):
         with monkeypatch.context() as patch, open_engine(model, device=device_name) as engine:
