@@ -22,7 +22,7 @@ from strata_cli.engine.options import EngineOptions
 from strata_cli.engine.prefill.branches import Branch, read_branches
 from strata_cli.engine.prefill.chunks import Wanted, prefill
 from strata_cli.engine.prefill.mixed import Piece, read_mixed
-from strata_cli.engine.sequence import Part, Sequence
+from strata_cli.engine.sequence import Part, Sequence, checked_pieces
 from strata_cli.errors import InputError, ShapeError, StateError
 
 __all__ = ["Engine", "EngineOptions", "Part", "Sequence"]
@@ -181,10 +181,11 @@ class Engine:
 
         Raises:
             InputError: a part has no tokens, an id outside the vocabulary, or does not fit.
-            StateError: an earlier call of a sequence was interrupted halfway.
+            StateError: an earlier call of a sequence was interrupted halfway, or it is there
+                twice, or of another engine.
             Cancelled: somebody asked for the end.
         """
-        pieces = [part.checked_piece() for part in parts]
+        pieces = checked_pieces(self, parts)
         if all(piece.is_step for piece in pieces):
             return [*self._step(pieces)]
         num_tokens = sum(len(piece.ids) for piece in pieces)
@@ -226,7 +227,7 @@ class Engine:
         sizes, branches = [], list[Branch]()
         for sequence, suffixes in groups:
             sizes.append(len(suffixes))
-            branches += sequence._checked_branches(suffixes)
+            branches += sequence._checked_branches(self, suffixes)
         if not branches:
             return [[] for _ in sizes]
         num_tokens = sum(len(branch.ids) for branch in branches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
@@ -225,7 +225,9 @@ class Sequence:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _checked_branches(self, suffixes: list[list[int]]) -> list[Branch]:
+    def _checked_branches(self, engine: Engine, suffixes: list[list[int]]) -> list[Branch]:
+        """For a pass of an engine. Raises as Engine.score_together does."""
+        self._require_of(engine)
         self._require_open()
         for number, suffix in enumerate(suffixes, 1):
             if not suffix:
@@ -240,6 +242,12 @@ class Sequence:
         self._engine.require_open()
         if self._is_closed:
             raise StateError("the sequence is closed", hint="make a new one: Engine.sequence()")
+
+    def _require_of(self, engine: Engine) -> None:
+        if self._engine is not engine:
+            raise StateError(
+                "the sequence is of another engine", hint="make one with sequence() of this engine"
+            )
 
     def _check(self, ids: list[int]) -> None:
         self._require_open()
@@ -262,7 +270,18 @@ class Part(NamedTuple):
     wants_logits: bool = True
     take_rows: TakeRows | None = None
 
-    def checked_piece(self) -> Piece:
-        """For the pass. Raises as Engine.read_together does."""
-        self.sequence._check(self.ids)
-        return Piece(self.sequence._state, self.ids, self.wants_logits, self.take_rows)
+
+def checked_pieces(engine: Engine, parts: Iterable[Part]) -> list[Piece]:
+    """Parts for a pass of an engine. Raises as Engine.read_together does."""
+    pieces = list[Piece]()
+    numbers = dict[Sequence, int]()
+    for number, (sequence, ids, wants_logits, take_rows) in enumerate(parts, 1):
+        first = numbers.setdefault(sequence, number)
+        if first != number:
+            raise StateError(
+                f"parts {first} and {number} are of one sequence", hint="give each sequence once"
+            )
+        sequence._require_of(engine)
+        sequence._check(ids)
+        pieces.append(Piece(sequence._state, ids, wants_logits, take_rows))
+    return pieces

@@ -129,6 +129,27 @@ def test_bad_parts_change_nothing(
         good.check(truth, engine.read_together([good.part([7])])[0])
 
 
+@pytest.mark.parametrize("ids", [[5], [5, 6]], ids=["steps", "prompts"])
+def test_a_sequence_cannot_be_there_twice(engine: Engine, truth: Truth, ids: list[int]) -> None:
+    with ExitStack() as stack:
+        one, other = readers(engine, stack, 2)
+        twice = [Part(one.sequence, ids), Part(other.sequence, [1]), Part(one.sequence, ids)]
+        with pytest.raises(StateError, match="parts 1 and 3 are of one sequence"):
+            engine.read_together(twice)
+        one.check(truth, engine.read_together([one.part(TEXT[:3])])[0])
+
+
+def test_a_sequence_of_another_engine_is_refused(
+    engine: Engine, model: Path, device_name: str
+) -> None:
+    with open_engine(model, device=device_name) as other, other.sequence() as theirs:
+        with pytest.raises(StateError, match="another engine"):
+            engine.read_together([Part(theirs, [1])])
+        with pytest.raises(StateError, match="another engine"):
+            engine.score_together([(theirs, [[1]])])
+        assert theirs.position == 0
+
+
 def test_recorded_passes_are_forgotten_in_time(
     engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
