@@ -151,9 +151,10 @@ def read(
 
     Raises:
         InputError: the prompt is empty, has ids outside the vocabulary, or prompt and answer do
-            not fit the context.
+            not fit the context; or see check_request().
         Cancelled: somebody asked for the end.
     """
+    check_request(engine, request)
     _check_room(engine, sequence.position, request)
     wanted: Wanted = "all" if request.all_logits else "last"
     with request.manner(engine):
@@ -191,6 +192,7 @@ def read_in(
                 progress=progress,
                 cancellation=cancellation,
             )
+    check_request(engine, request)
     _check_room(engine, 0, request)
     with request.manner(engine):
         started = time.perf_counter()
@@ -270,15 +272,28 @@ def _name(logprobs: NDArray[np.float32], ids: Iterable[int]) -> list[TokenLogpro
     return [TokenLogprob(token_id, float(logprobs[token_id])) for token_id in ids]
 
 
+def check_request(engine: Engine, request: ReadRequest) -> None:
+    """Refuse what no prompt could be asked.
+
+    Raises:
+        InputError: an allowed id is outside the vocabulary, or a number is negative.
+    """
+    engine.tokenizer.check_ids(request.allowed_ids)
+    for what, number in (("top", request.top), ("max_tokens", request.max_tokens)):
+        if number < 0:
+            raise InputError(f"{what} must not be negative, got {number}", hint="0 asks for none")
+
+
 def _check_room(engine: Engine, position: int, request: ReadRequest) -> None:
     need = position + len(request.ids) + request.max_tokens
     if need > engine.context_tokens:
         ways = ["shorten the prompt"]
         if request.max_tokens:
             ways.append("lower --max-tokens")
+        before = f"{position} tokens before, " if position else ""
         raise InputError(
-            f"{len(request.ids)} prompt tokens and {request.max_tokens} tokens to generate do not "
-            f"fit the context of {engine.context_tokens} tokens",
+            f"{before}{len(request.ids)} prompt tokens and {request.max_tokens} tokens to generate "
+            f"do not fit the context of {engine.context_tokens} tokens",
             hint=room_hint(engine, *ways),
         )
 

@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from strata_cli.engine.engine import Engine, Sequence
 from strata_cli.engine.forward.loading import Progress
 from strata_cli.engine.prefill.branches import plan_batches
-from strata_cli.engine.reading import ReadRequest, ReadResult, Timings, next_token_logprobs
+from strata_cli.engine.reading import (
+    ReadRequest,
+    ReadResult,
+    Timings,
+    check_request,
+    next_token_logprobs,
+)
 
 
 class SuffixRead(NamedTuple):
@@ -55,8 +61,10 @@ def read_suffixes(
         The suffixes, in order.
 
     Raises:
-        InputError: the prefix or a suffix cannot be read, or they do not fit together.
+        InputError: the prefix or a suffix cannot be read, or they do not fit together; or see
+            check_request().
     """
+    check_request(engine, request)
     prefix = request.ids
     num_prefixes = 1 if request.reuse else len(suffixes)
     done, total = 0, num_prefixes * len(prefix) + sum(map(len, suffixes))

@@ -16,6 +16,7 @@ from strata_cli.engine.prompt_cache import CacheRules, is_prefix
 from strata_cli.engine.reading import ReadRequest
 from strata_cli.engine.sequence import Sequence
 from strata_cli.engine.session import Session
+from strata_cli.engine.suffixes import read_suffixes
 from strata_cli.errors import InputError
 from tests.engine.passes import interrupt
 from tests.engine.readings import CONTEXT, TEXT, Truth, bits
@@ -276,6 +277,40 @@ def test_a_session_answers_requests_as_a_sequence_does(engine: Engine) -> None:
         assert result.state_hash == fresh.state_hash
     assert every.all_logits is not None
     assert np.array_equal(bits(every.all_logits[-1]), bits(fresh.logits))
+
+
+@pytest.mark.parametrize(
+    ("request_", "match"),
+    [
+        (ReadRequest(ids=[1], allowed_ids=(2, -1)), "token id -1 is out of range"),
+        (ReadRequest(ids=[1], allowed_ids=(VOCAB,)), f"token id {VOCAB} is out of range"),
+        (ReadRequest(ids=[1], top=-1), "top must not be negative, got -1"),
+        (ReadRequest(ids=[1], max_tokens=-3), "max_tokens must not be negative, got -3"),
+        (
+            ReadRequest(ids=[1] * CONTEXT, max_tokens=2),
+            f"[^,]*{CONTEXT} prompt tokens and 2 tokens .* context of {CONTEXT}",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_is_read(
+    engine: Engine, request_: ReadRequest, match: str
+) -> None:
+    with Session(engine, SMALL) as session, pytest.raises(InputError, match=match):
+        reading.read_in(session, request_)
+    with engine.sequence() as sequence:
+        with pytest.raises(InputError, match=match):
+            reading.read(engine, sequence, request_)
+        if not request_.max_tokens:
+            with pytest.raises(InputError, match=match):
+                next(read_suffixes(engine, sequence, request_, [[1]]))
+        assert sequence.position == 0
+
+
+def test_what_stands_before_a_prompt_counts_in_the_message(engine: Engine) -> None:
+    with engine.sequence() as sequence:
+        sequence.prefill(TEXT[:9])
+        with pytest.raises(InputError, match=f"9 tokens before, {CONTEXT} prompt tokens and 0"):
+            reading.read(engine, sequence, ReadRequest(ids=[1] * CONTEXT))
 
 
 def test_a_prompt_is_read_by_pieces_as_somebody_likes(engine: Engine, truth: Truth) -> None:
