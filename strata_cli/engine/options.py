@@ -16,12 +16,19 @@ from strata_cli.engine.forward.planning import DEFAULT_HOMES, Homes, Wishes
 from strata_cli.engine.model.spec import ModelSpec
 from strata_cli.engine.prefill.prompt_stream import StreamRules
 from strata_cli.engine.trace import NO_TRACE, Trace
-from strata_cli.errors import InputError
+from strata_cli.errors import ConfigError, InputError
 
 DEFAULT_STREAMING = StreamRules()
 DEFAULT_ADAPT = AdaptRules()
 SAVE_EVERY_S = 600.0
 AUTO_CONTEXT_TOKENS = 32_768
+
+_HINT = "leave it out for the default"
+_COUNTS = (
+    "threads", "max_context", "num_sequences", "prefill", "vram_bytes", "vram_reserve_bytes",
+    "expert_cache", "least_slots", "fetch_slots", "ahead_slots", "pinned_bytes",
+    "profile_save_every_s", "tail_skip", "pool_threads",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +101,21 @@ class EngineOptions:
     compile_ahead: bool = True
     trace: Trace = NO_TRACE
     prefill_dump_r: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that nothing can be made of.
+
+        Raises:
+            ConfigError: one is negative, or a share is outside 0..1.
+        """
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        counts |= {"adapt.every": self.adapt.every, "adapt.swaps": self.adapt.swaps}
+        for name, count in counts.items():
+            if count is not None and count < 0:
+                raise ConfigError(f"{name} must not be negative, got {count}", hint=_HINT)
+        for name, share in (("link_share", self.link_share), ("adapt.decay", self.adapt.decay)):
+            if share is not None and not 0 <= share <= 1:  # what is no number is not
+                raise ConfigError(f"{name} must be from 0 to 1, got {share}", hint=_HINT)
 
 
 def wishes_of(options: EngineOptions, context_tokens: int) -> Wishes:

@@ -14,7 +14,7 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Self
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from strata_cli.config import StrataConfig
 from strata_cli.engine.forward.state import Snapshot
+from strata_cli.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,18 @@ class CacheRules:
     prompt_cache_root: int = 2048
     conversation_cache_mib: int = 0
     least_parked_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that nothing can be kept by.
+
+        Raises:
+            ConfigError: one is negative.
+        """
+        for name, value in asdict(self).items():
+            if value < 0:
+                raise ConfigError(
+                    f"{name} must not be negative, got {value}", hint="leave it out for the default"
+                )
 
     @classmethod
     def of(cls, config: StrataConfig) -> Self:

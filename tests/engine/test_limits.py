@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from strata_cli.engine.engine import Engine, Sequence
-from strata_cli.errors import InputError, StateError
+from strata_cli.engine.engine import Engine, EngineOptions, Sequence
+from strata_cli.engine.experts.adapting import AdaptRules
+from strata_cli.engine.prompt_cache import CacheRules
+from strata_cli.errors import ConfigError, InputError, StateError
 from tests.engine.readings import CONTEXT, TEXT, Truth, open_engine
 from tests.engine.strategies import VOCAB
 
@@ -45,6 +50,37 @@ def test_the_last_place_of_a_context_can_be_stepped_into(
 def test_a_context_beyond_the_model_is_refused(model: Path) -> None:
     with pytest.raises(InputError, match=f"{CONTEXT + 1} is more than the model's {CONTEXT}"):
         open_engine(model, device="host", context=CONTEXT + 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_context": -1},
+        {"prefill": -5},
+        {"vram_bytes": -1},
+        {"expert_cache": -1},
+        {"pinned_bytes": -1},
+        {"tail_skip": -2},
+        {"pool_threads": -1},
+        {"link_share": 1.5},
+        {"link_share": math.nan},
+        {"adapt": AdaptRules(every=-1)},
+        {"adapt": AdaptRules(swaps=-1)},
+        {"adapt": AdaptRules(decay=2.0)},
+    ],
+    ids=str,
+)
+def test_options_that_nothing_can_be_made_of_are_refused(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=rf"{name}.* must .*, got ") as caught:
+        EngineOptions(model=Path("any"), **wrong)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(CacheRules)])
+def test_negative_rules_of_a_session_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must not be negative, got -1"):
+        CacheRules(**{name: -1})
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCAB, 2**31, 2**63, -(2**40)])
