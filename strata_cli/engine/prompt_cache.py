@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from strata_cli.config import StrataConfig
 from strata_cli.engine.forward.state import Snapshot
+from strata_cli.engine.model.prefixes import common_tokens
 from strata_cli.errors import ConfigError
 
 
@@ -119,14 +120,20 @@ class Checkpoint:
 
     def serves(self, want: Want, exact_rows: int) -> bool:
         """Whether a prompt can be read from here on, where so many K/V rows are exact."""
-        is_enough = self.position < len(want.ids) or not want.logits or self.logits is not None
-        is_fit = not want.exact or self.is_exact(exact_rows)
-        return is_enough and is_fit and is_prefix(self.ids, want.ids)
+        return self.is_enough(want, exact_rows) and is_prefix(self.ids, want.ids)
+
+    def is_enough(self, want: Want, exact_rows: int) -> bool:
+        """The same of a prompt that is known to begin with these tokens."""
+        is_known = self.position < len(want.ids) or not want.logits or self.logits is not None
+        return is_known and (not want.exact or self.is_exact(exact_rows))
 
 
 @dataclass(slots=True)
 class PromptCache:
     """The checkpoints of one live sequence, least recently used first.
+
+    All of them are prefixes of one prompt, and thus of each other: whoever adds one has had those
+    forgotten before that are not of the same prompt. Long ids are compared as seldom as can be.
 
     Attributes:
         rules: how many, how large.
@@ -200,15 +207,22 @@ class PromptCache:
             candidates = [kept for kept in self._checkpoints if kept is not self.root]
             self._forget(candidates[:1] or self._checkpoints[:1])
 
-    def find(self, want: Want, exact_rows: int) -> Checkpoint | None:
+    def find(self, want: Want, exact_rows: int, common: int | None = None) -> Checkpoint | None:
         """The longest prefix of a prompt. Changes no order: see touch().
 
         Args:
             want: the prompt.
             exact_rows: of the live sequence.
+            common: tokens that the prompt has in common with what all checkpoints are prefixes of;
+                None: nobody has compared them.
         """
-        serving = (kept for kept in self._checkpoints if kept.serves(want, exact_rows))
-        return max(serving, key=lambda checkpoint: checkpoint.position, default=None)
+        common = self._common_tokens(want.ids) if common is None else common
+        serving = (
+            kept
+            for kept in self._checkpoints
+            if kept.position <= common and kept.is_enough(want, exact_rows)
+        )
+        return max(serving, key=_position, default=None)
 
     def touch(self, checkpoint: Checkpoint) -> None:
         """Count one of them as used now."""
@@ -217,8 +231,13 @@ class PromptCache:
 
     def keep_prefixes(self, live: Sequence[int]) -> None:
         """Forget every checkpoint whose tokens are no prefix of the live ones."""
-        live = tuple(live)  # once: a list would be made one for each of them
-        self._forget(kept for kept in self._checkpoints if not is_prefix(kept.ids, live))
+        common = self._common_tokens(live)
+        self._forget(kept for kept in self._checkpoints if kept.position > common)
+
+    def _common_tokens(self, ids: Sequence[int]) -> int:
+        """How many the longest of them begins with: the others are prefixes of it."""
+        longest = max(self._checkpoints, key=_position, default=None)
+        return 0 if longest is None else common_tokens(longest.ids, ids)
 
     def _fits(self) -> bool:
         rules = self.rules
@@ -231,6 +250,10 @@ class PromptCache:
         self._checkpoints = [kept for kept in self._checkpoints if kept not in gone]
         if self.root in gone:
             self.root = None
+
+
+def _position(checkpoint: Checkpoint) -> int:
+    return checkpoint.position
 
 
 def is_prefix(prefix: Sequence[int], ids: Sequence[int]) -> bool:

@@ -23,7 +23,6 @@ from strata_cli.engine.prompt_cache import (
     Checkpoint,
     PromptCache,
     Want,
-    is_prefix,
 )
 from strata_cli.engine.prompt_reading import PromptReading
 
@@ -123,12 +122,13 @@ class Session:
         Raises:
             InputError: see Engine.check; nothing has changed then.
         """
-        common = common_tokens(self.sequence.cached_ids, ids)
+        want = self._want(ids, logits=wants_logits)
+        common = common_tokens(self.sequence.cached_ids, want.ids)
         if ids or wants_logits:
             self.engine.check(ids, known=common)
         # A prefix that is read for its own sake ends where its prompts part.
         parting = common if wants_logits else 0
-        kept = self._go_to(self._want(ids, logits=wants_logits), reuse=reuse)
+        kept = self._go_to(want, common, reuse=reuse)
         logits = None
         if wants_logits and self.sequence.position == len(ids):
             assert kept is not None
@@ -148,7 +148,8 @@ class Session:
         """How many of a prompt's first tokens begin() would not leave to read. Changes nothing."""
         want = self._want(ids, logits=wants_logits)
         kept, parked = self._kept(want), self.conversations.find(want)
-        known = [self._live_position(want)]
+        common = common_tokens(self.sequence.cached_ids, want.ids)
+        known = [self._live_position(want, common)]
         if kept is not None:
             known.append(kept.position)
         if parked is not None:
@@ -258,8 +259,13 @@ class Session:
         """A canonical read goes on from exact states alone, others from any."""
         return Want(tuple(ids), logits=logits, exact=self.engine.is_canonical)
 
-    def _go_to(self, want: Want, *, reuse: bool) -> Checkpoint | None:
+    def _go_to(self, want: Want, common: int, *, reuse: bool) -> Checkpoint | None:
         """Rewind the live sequence to the longest known prefix of the ids.
+
+        Args:
+            want: the prompt.
+            common: tokens that it begins with in common with those whose K/V is there.
+            reuse: whether to go on from any.
 
         Returns:
             The checkpoint that it went to; None: it began anew, or was there.
@@ -267,9 +273,9 @@ class Session:
         self.cache.keep_prefixes(self.sequence.cached_ids)
         kept, parked = None, None
         if reuse:
-            kept = self.cache.find(want, self.sequence.exact_rows)
+            kept = self.cache.find(want, self.sequence.exact_rows, common)
             parked = self.conversations.find(want)
-        live_at = self._live_position(want) if reuse else 0
+        live_at = self._live_position(want, common) if reuse else 0
         kept_at = kept.position if kept is not None else 0
         if parked is not None and parked.checkpoint.position > max(live_at, kept_at):
             self.conversations.take(parked.conversation)  # before others push it out
@@ -284,20 +290,21 @@ class Session:
             self.sequence.reset()
         return None
 
-    def _live_position(self, want: Want) -> int:
-        """Where the live sequence is, if that is a position to go on from, else 0."""
+    def _live_position(self, want: Want, common: int) -> int:
+        """Where the live sequence is, if that is a position to go on from, else 0; see _go_to()."""
         sequence = self.sequence
         is_fit = sequence.is_consistent and (sequence.is_exact or not want.exact)
         is_far = want.logits and sequence.position == len(want.ids)
-        if is_far or not is_fit or not is_prefix(sequence.ids, want.ids):
+        # The tokens that it has read are a prefix of those whose K/V is there.
+        if is_far or not is_fit or sequence.position > common:
             return 0
         return sequence.position
 
     def _rewind(self, kept: Checkpoint) -> None:
         self.cache.touch(kept)
         sequence = self.sequence
-        is_at = sequence.position == kept.position
-        is_there = is_at and sequence.is_consistent and sequence.ids == kept.ids
+        # Both are prefixes of the tokens whose K/V is there.
+        is_there = sequence.is_consistent and sequence.position == kept.position
         if not is_there or sequence.is_exact < kept.is_exact(sequence.exact_rows):
             sequence.restore(kept.snapshot)
 

@@ -85,6 +85,13 @@ def test_what_is_no_prefix_of_the_live_tokens_is_forgotten() -> None:
     assert kept(cache) == [10, 20]
 
 
+def test_who_has_compared_a_prompt_says_how_much_of_it_is_known() -> None:
+    cache = filled(RULES, 10, 20, 30)
+    for common, position in ((9, None), (10, 10), (29, 20), (999, 30)):
+        found = cache.find(Want([-1] * 999), ROWS, common)
+        assert (None if found is None else found.position) == position
+
+
 def test_the_end_of_a_prompt_serves_it_only_with_logits() -> None:
     cache = filled(RULES, 10, 20)
     found = cache.find(Want(LIVE[:20]), ROWS)
