@@ -37,7 +37,8 @@ from benchmarks.graph_timing import (
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Graph, Kernel, Tensor, empty
 from strata_cli.engine.device.transfer import download
-from strata_cli.engine.kernels.few import FEW_COLUMNS, Way, few_plan
+from strata_cli.engine.kernels.few import few_plan
+from strata_cli.engine.kernels.few_shapes import FEW_COLUMNS, Way
 from strata_cli.engine.kernels.gpu import Gpu, gpu_of
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul, round_rows
 from strata_cli.engine.kernels.matmul_several import (

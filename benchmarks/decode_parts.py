@@ -29,7 +29,7 @@ from strata_cli.engine.device.base import Kernel, KernelArgument, Launch, Stream
 from strata_cli.engine.device.cuda_kernels import CROWDING_SHARED_BYTES
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.forward.rows import single
-from strata_cli.engine.kernels import few
+from strata_cli.engine.kernels import few, few_shapes
 
 SHARES = (-1, 100)  # percent of shared memory; -1: the driver's choice
 
@@ -155,11 +155,11 @@ def parts(bench: Bench, engine: Engine, launches: list[Launched]) -> list[dict[s
 def other_plans(
     bench: Bench, engine: Engine, sequence: Any, plans: Sequence[str]
 ) -> dict[str, float]:
-    """The pass with products of few rows cut by other constants of few.py."""
+    """The pass with products of few rows cut by other constants of few_shapes.py."""
     found: dict[str, float] = {}
     for plan in plans:
         values = {name: int(value) for name, value in (each.split("=") for each in plan.split(","))}
-        usual = {name: getattr(few, name) for name in values}
+        usual = {name: getattr(few_shapes, name) for name in values}
         try:
             change(values)
             launches = pass_of(engine, sequence)
@@ -172,7 +172,9 @@ def other_plans(
 
 def change(values: dict[str, int]) -> None:
     for name, value in values.items():
-        setattr(few, name, value)
+        for module in (few_shapes, few):
+            if hasattr(module, name):
+                setattr(module, name, value)
     few.few_plan.cache_clear()
 
 
@@ -194,7 +196,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--at", type=int, default=4096, help="position of the token")
-    parser.add_argument("--plan", action="append", default=[], help="constants of few.py")
+    parser.add_argument("--plan", action="append", default=[], help="constants of few_shapes.py")
     parser.add_argument("--json", type=Path, help="file for all figures")
     arguments = parser.parse_args()
     options = EngineOptions(model=arguments.model, device=arguments.device)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from strata_cli.engine.kernels.few import FEW_COLUMNS
+from strata_cli.engine.kernels.few_shapes import FEW_COLUMNS
 from strata_cli.engine.kernels.products import MULTIPROCESSORS, WARP_TOKENS, Matrix, slice_cols
 from strata_cli.engine.kernels.shapes import blocks
 from strata_cli.engine.model.quants import QuantType

@@ -27,7 +27,8 @@ from strata_cli.engine.kernels.choice import (
     slices_are_faster,
 )
 from strata_cli.engine.kernels.dequant import dequantizer
-from strata_cli.engine.kernels.few import FEW_COLUMNS, FEW_SOURCE, few_plan
+from strata_cli.engine.kernels.few import FEW_SOURCE, few_plan
+from strata_cli.engine.kernels.few_shapes import FEW_COLUMNS
 from strata_cli.engine.kernels.gpu import Gpu, gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.jit import nogil_jit

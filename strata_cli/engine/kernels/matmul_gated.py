@@ -9,7 +9,8 @@ import numpy as np
 
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_PAIRS_PER_EXPERT, GATED_TOKENS
-from strata_cli.engine.kernels.few import FEW_COLUMNS, GATED, Extra, few_plan
+from strata_cli.engine.kernels.few import GATED, Extra, few_plan
+from strata_cli.engine.kernels.few_shapes import FEW_COLUMNS
 from strata_cli.engine.kernels.gpu import gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Experts, matrix_of_experts

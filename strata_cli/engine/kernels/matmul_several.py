@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_PAIRS_PER_EXPERT, all_few
-from strata_cli.engine.kernels.few import FEW_COLUMNS, MOST_MATRICES, Extra, can_share, few_plan
+from strata_cli.engine.kernels.few import MOST_MATRICES, Extra, can_share, few_plan
+from strata_cli.engine.kernels.few_shapes import FEW_COLUMNS
 from strata_cli.engine.kernels.gpu import gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul import grouped_matmul, matmul

@@ -13,7 +13,7 @@ import numpy as np
 
 from strata_cli.engine.device.base import Kernel, Launch, Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS, SOME_PAIRS_PER_EXPERT, SOME_TOKENS
-from strata_cli.engine.kernels.few import book_bytes, cut_rows
+from strata_cli.engine.kernels.few_shapes import book_bytes, cut_rows
 from strata_cli.engine.kernels.gpu import Gpu, gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.matmul_several import Experts, matrix_of_experts

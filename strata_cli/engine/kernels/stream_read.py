@@ -11,7 +11,8 @@ from functools import lru_cache
 
 from strata_cli.engine.device.base import Stream, Tensor
 from strata_cli.engine.kernels.choice import FEW_TOKENS
-from strata_cli.engine.kernels.few import FEW_COLUMNS, Extra, can_mix, few_plan
+from strata_cli.engine.kernels.few import Extra, can_mix, few_plan
+from strata_cli.engine.kernels.few_shapes import FEW_COLUMNS
 from strata_cli.engine.kernels.gpu import Gpu, gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.products import WARP, Matrix, Plan, matrix_of, slice_cols
