@@ -40,7 +40,8 @@ from strata_cli.engine.device.transfer import download
 from strata_cli.engine.kernels.few import few_plan
 from strata_cli.engine.kernels.few_shapes import FEW_COLUMNS, Way
 from strata_cli.engine.kernels.gpu import Gpu, gpu_of
-from strata_cli.engine.kernels.matmul import grouped_matmul, matmul, round_rows
+from strata_cli.engine.kernels.grouped_matmul import grouped_matmul
+from strata_cli.engine.kernels.matmul import matmul, round_rows
 from strata_cli.engine.kernels.matmul_several import (
     Experts,
     Product,

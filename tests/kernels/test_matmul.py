@@ -15,15 +15,9 @@ from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.kernels import matmul as products
 from strata_cli.engine.kernels.choice import FEW_TOKENS
-from strata_cli.engine.kernels.matmul import (
-    GROUPED_MATMUL,
-    MATMUL,
-    ROUND_ROWS,
-    ROW_TILE,
-    grouped_matmul,
-    matmul,
-    round_rows,
-)
+from strata_cli.engine.kernels.grouped_matmul import GROUPED_MATMUL, grouped_matmul
+from strata_cli.engine.kernels.matmul import MATMUL, ROUND_ROWS, matmul, round_rows
+from strata_cli.engine.kernels.matmul_items import ROW_TILE
 from strata_cli.engine.kernels.weight import Weight, WeightLayout
 from strata_cli.engine.model.quants import BLOCK, QuantType, dequantize
 from strata_cli.errors import ShapeError

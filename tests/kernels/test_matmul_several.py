@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from strata_cli.engine.kernels.gdn import causal_conv_silu, gated_norm
+from strata_cli.engine.kernels.grouped_matmul import grouped_matmul
 from strata_cli.engine.kernels.hyper import lowrank_silu
-from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
+from strata_cli.engine.kernels.matmul import matmul
 from strata_cli.engine.kernels.matmul_gated import (
     can_norm,
     can_route_beside,

@@ -7,8 +7,9 @@ import pytest
 
 from strata_cli.engine.kernels.float_pair import can_split_pair, route_by_slices
 from strata_cli.engine.kernels.gpu import Gpu
+from strata_cli.engine.kernels.grouped_matmul import grouped_matmul
 from strata_cli.engine.kernels.hyper import stream_mix
-from strata_cli.engine.kernels.matmul import grouped_matmul, matmul, round_rows
+from strata_cli.engine.kernels.matmul import matmul, round_rows
 from strata_cli.engine.kernels.matmul_several import Experts, Product, grouped_matmul_pair
 from strata_cli.engine.kernels.matmul_some import (
     ExpertMlp,

@@ -13,7 +13,7 @@ from strata_cli.engine.device.base import Buffer, Device, Event, Tensor, empty
 from strata_cli.engine.device.host import HostDevice, usable_threads
 from strata_cli.engine.experts.blobs import BlobLayout
 from strata_cli.engine.experts.cpu_share import MOST_PAIRS
-from strata_cli.engine.kernels.matmul import grouped_matmul
+from strata_cli.engine.kernels.grouped_matmul import grouped_matmul
 from strata_cli.engine.kernels.matmul_several import Experts, grouped_matmul_pair
 from strata_cli.engine.kernels.moe import swiglu
 from strata_cli.engine.kernels.weight import WeightLayout

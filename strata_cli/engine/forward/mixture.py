@@ -16,8 +16,9 @@ from strata_cli.engine.forward.weights import MoeWeights
 from strata_cli.engine.kernels import moe
 from strata_cli.engine.kernels.choice import FEW_TOKENS
 from strata_cli.engine.kernels.float_pair import can_split_pair, route_by_slices
+from strata_cli.engine.kernels.grouped_matmul import grouped_matmul
 from strata_cli.engine.kernels.mailbox import post_pairs, take_rows
-from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
+from strata_cli.engine.kernels.matmul import matmul
 from strata_cli.engine.kernels.matmul_at_once import matmul_at_once
 from strata_cli.engine.kernels.matmul_gated import (
     can_gate,

@@ -18,14 +18,7 @@ from strata_cli.engine.kernels.few_shapes import (
     kinds_of,
 )
 from strata_cli.engine.kernels.gpu import Gpu
-from strata_cli.engine.kernels.products import (
-    WARP,
-    Matrix,
-    Plan,
-    Unit,
-    code_book,
-    defines_of,
-)
+from strata_cli.engine.kernels.products import WARP, Matrix, Plan, Unit, code_book, defines_of
 from strata_cli.engine.kernels.shapes import blocks
 
 FEW_SOURCE = "matmul_few.cu"

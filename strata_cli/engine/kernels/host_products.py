@@ -17,7 +17,7 @@ from strata_cli.engine.kernels.dequant import dequantizer
 from strata_cli.engine.kernels.fixed_dots import UNIT_BYTES
 from strata_cli.engine.kernels.fixed_types import NO_PRODUCT, fixed_product
 from strata_cli.engine.kernels.jit import inline_jit
-from strata_cli.engine.kernels.matmul import ROW_TILE, product_items
+from strata_cli.engine.kernels.matmul_items import ROW_TILE, product_items
 from strata_cli.engine.kernels.pointers import address_of, call_digits, call_fixed_dots
 from strata_cli.engine.kernels.weight import WeightLayout
 from strata_cli.engine.model.quants import row_bytes

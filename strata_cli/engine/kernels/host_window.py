@@ -31,7 +31,7 @@ from strata_cli.engine.kernels.host_scratch import (
 )
 from strata_cli.engine.kernels.jit import inline_jit, nogil_jit
 from strata_cli.engine.kernels.mailbox import SPINS, Mailbox, await_number
-from strata_cli.engine.kernels.matmul import ROW_TILE, read_only
+from strata_cli.engine.kernels.matmul_items import ROW_TILE, read_only
 from strata_cli.engine.kernels.pointers import address_of
 from strata_cli.engine.kernels.rows import compile_small, swiglu_row
 

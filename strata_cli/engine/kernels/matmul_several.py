@@ -17,7 +17,8 @@ from strata_cli.engine.kernels.few import MOST_MATRICES, Extra, can_share, few_p
 from strata_cli.engine.kernels.few_shapes import FEW_COLUMNS
 from strata_cli.engine.kernels.gpu import gpu_of
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
-from strata_cli.engine.kernels.matmul import grouped_matmul, matmul
+from strata_cli.engine.kernels.grouped_matmul import grouped_matmul
+from strata_cli.engine.kernels.matmul import matmul
 from strata_cli.engine.kernels.matmul_at_once import Output, matmul_at_once
 from strata_cli.engine.kernels.products import Matrix, alignment, matrix_of
 from strata_cli.engine.kernels.shapes import blocks, expect
