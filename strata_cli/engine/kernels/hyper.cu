@@ -5,7 +5,6 @@
 #include "math32.cuh"
 #include "mix.cuh"
 #include "overlap.cuh"
-#include "pairs.cuh"
 #include "streams.cuh"
 
 // The row of f16 that starts at element first, if any is wanted. An odd start: rounded is no

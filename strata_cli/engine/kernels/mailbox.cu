@@ -1,7 +1,6 @@
 // How a recorded window hands pairs to the host's processor and gets their rows back, through
 // pinned memory that both see.
 //   T tokens, E experts, k experts per token, P = T * k pairs, D hidden_size
-#include "lanes.cuh"
 #include "overlap.cuh"
 
 constexpr int STOP = 0, FAILED = 1;  // in the mailbox's state

@@ -1,6 +1,5 @@
 // Which pairs of a window the device computes, which the host's processor, and which nobody.
 //   T tokens, E experts, k experts per token, P = T * k pairs, D hidden_size
-#include "lanes.cuh"
 #include "overlap.cuh"
 
 constexpr int SHARES = 1024;  // a share of misses is a whole number of such parts
