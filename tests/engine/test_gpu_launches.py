@@ -12,10 +12,11 @@ from strata_cli.engine import opening
 from strata_cli.engine.device import filling
 from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
 from strata_cli.engine.device.nvrtc import Compiler
-from strata_cli.engine.engine import Engine, EngineOptions, Sequence
+from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.experts.placing import ExpertHome
 from strata_cli.engine.forward import layer_parts, layers, patterns
 from strata_cli.engine.forward.planning import Homes
+from strata_cli.engine.sequence import Part, Sequence
 from strata_cli.errors import ConfigError
 from tests.device.cubin_driver import CubinDriver, Launched, hopper
 from tests.engine.passes import read_together
@@ -122,6 +123,13 @@ def launched(paper: Paper, sequence: Sequence, lengths: tuple[int, ...]) -> list
     return found
 
 
+def fail_to_launch(patch: pytest.MonkeyPatch) -> None:
+    """Unless all launches of layers are repeated."""
+    for part in (layer_parts.NGRAMS, layer_parts.MIXER, layer_parts.EXPERTS):
+        unknown = part._replace(enqueue=lambda *_: pytest.fail("launched anew"))
+        patch.setattr(layers, part.name.upper(), unknown)
+
+
 LENGTHS = (2, 9, 33, 33, 200, 64, 33, 9, 2, 120, 33)
 
 
@@ -142,23 +150,54 @@ def test_what_is_repeated_is_what_would_be_launched(
         assert repeated == read()
 
 
+def read_several(paper: Paper, *sequences: Sequence) -> list[Launched]:
+    """Two sequences in the same passes, in either order, and branches of each."""
+    engine, (one, two) = paper.engine, sequences
+    one.reset()
+    two.reset()
+    found = list[Launched]()
+    paper.driver.launched = found
+    for length, (first, second) in ((30, (one, two)), (31, (one, two)), (30, (two, one))):
+        engine.read_together([Part(first, IDS[:length]), Part(second, IDS[length:60])])
+    for sequence in sequences:
+        for lengths in ((20, 40), (40, 20), (20, 40), (1, 1, 1)):
+            sequence.score([IDS[:length] for length in lengths])
+    engine.score_together([(one, [IDS[:20]]), (two, [IDS[:40]])])
+    engine.score_together([(one, [IDS[:20], IDS[:40]]), (two, [IDS[:9]])])
+    engine.score_together([(one, [IDS[:20]]), (two, [IDS[:40], IDS[:9]])])
+    paper.driver.launched = None
+    return found
+
+
 @pytest.mark.usefixtures("no_patterns")
-def test_experts_of_several_sequences_are_repeated_too(
+def test_what_is_repeated_of_several_sequences_is_what_would_be_launched(
     paper: Paper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, driver = paper.engine, paper.driver
-    with engine.sequence() as one, engine.sequence() as two:
+    with paper.engine.sequence() as one, paper.engine.sequence() as two:
+        first, again = (read_several(paper, one, two) for _ in range(2))
+        third = read_several(paper, two, one)
+        with monkeypatch.context() as patch:
+            fail_to_launch(patch)
+            assert read_several(paper, one, two) == first == again
+        monkeypatch.setattr(layers, "MOST_REPEATED_TOKENS", 0)
+        assert read_several(paper, one, two) == first
+        assert read_several(paper, two, one) == third
+
+
+@pytest.mark.usefixtures("no_patterns")
+def test_experts_of_sequences_one_by_one_are_repeated_too(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paper.engine.sequence() as one, paper.engine.sequence() as two:
 
         def read() -> list[Launched]:
-            launched(paper, one, (33,))
+            one.reset()
             two.reset()
             found = list[Launched]()
-            driver.launched = found
+            paper.driver.launched = found
             for length in (30, 30, 31):
-                read_together(engine, [(one, IDS[:length]), (two, IDS[length:60])])
-            one.score([IDS[:20], IDS[:40]])
-            one.score([IDS[:60]])
-            driver.launched = None
+                read_together(paper.engine, [(one, IDS[:length]), (two, IDS[length:60])])
+            paper.driver.launched = None
             return found
 
         repeated = read()
@@ -172,10 +211,7 @@ def test_a_pass_like_one_before_chooses_no_launch_of_its_layers(
 ) -> None:
     with paper.engine.sequence() as sequence:
         first = launched(paper, sequence, (33, 33))
-        monkeypatch.setattr(patterns, "NotingStream", None)
-        for part in (layer_parts.NGRAMS, layer_parts.MIXER, layer_parts.EXPERTS):
-            unknown = part._replace(enqueue=lambda *_: pytest.fail("launched anew"))
-            monkeypatch.setattr(layers, part.name.upper(), unknown)
+        fail_to_launch(monkeypatch)
         assert launched(paper, sequence, (33, 33)) == first
 
 

@@ -68,6 +68,20 @@ class Batch:
         """The furthest that any segment will have come; where it begins is its sequence's."""
         return max(s.state.position + s.stop - s.start for s in self.segments)
 
+    @property
+    def states(self) -> tuple[SequenceState, ...]:
+        """Of all sequences, each once."""
+        return tuple({id(segment.state): segment.state for segment in self.segments}.values())
+
+    @property
+    def cut(self) -> tuple[tuple[int, bool, int, int], ...]:
+        """Each segment's rows, whether they are a branch, which of the states, and its position."""
+        number = {id(state): at for at, state in enumerate(self.states)}
+        return tuple(
+            (s.stop - s.start, s.room is not None, number[id(s.state)], s.state.position)
+            for s in self.segments
+        )
+
     def together(self, index: int) -> Segments | None:
         """All segments as a layer sees them, -1: the n-gram embedding; None: one by one."""
         if self.table is None:

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.device.timing import NO_SPANS, Spans
@@ -28,7 +29,6 @@ from strata_cli.engine.kernels.matmul import matmul
 from strata_cli.engine.kernels.shapes import blocks
 
 MOST_REPEATED_TOKENS = 512  # of a pass; longer ones wait for the GPU, not for the host
-NONE = np.zeros(1, np.int64)  # in place of an address
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Forward(ModelOnStream):
         take, num = self.workspace.take, batch.num_tokens
         x = take("x", num)
         embed_streams(self.stream, take("ids", num), self.weights.embed, x)
-        states = {id(segment.state): segment.state for segment in batch.segments}.values()
+        states = batch.states
         start = spans.mark(self.stream)
         for index, layer in enumerate(self.weights.layers):
             for state in states:
@@ -92,36 +92,59 @@ class Forward(ModelOnStream):
         return logits
 
     def _is_repeated(self, part: LayerPart, own: LayerPass) -> bool:
-        """Whether a pass is short, and a part of it works as weights and one sequence say."""
+        """Whether a pass is short, and a part of it finds experts, or sequences, in one place."""
         batch, num = own.batch, own.batch.num_tokens
         if batch.is_recorded or not 1 < num <= MOST_REPEATED_TOKENS:
             return False
         if part.is_fed:
             return own.feed is None and self.fetcher is None
         is_one = len(batch.segments) == 1 and batch.segments[0].room is None
-        return is_one and batch.table is None
+        return is_one or batch.table is not None
 
     def _repeat(self, part: LayerPart, own: LayerPass) -> None:
         """Enqueue a part of a layer, in the way that it was before where that is known."""
-        index, batch, num = own.layer, own.batch, own.batch.num_tokens
-        known = self.patterns.part((part.name, index), self._all_operands)
-        state = batch.segments[0].state
-        of_state, ids = state.addresses(), NONE
-        if num <= self.workspace.routed_rows:
-            ids = np.array([self.expert_ids(index, num).address], np.int64)
-        reach = 0
-        if part is MIXER and isinstance(state.layers[index], AttentionState):
-            reach = blocks(batch.last_position, PART_POSITIONS)  # by which attention is cut
+        known = self.patterns.part((part.name, own.layer), self._all_operands)
+        key, others = (self._of_experts if part.is_fed else self._of_sequences)(own)
         self.patterns.enqueue(
             known,
-            (num, state.context_tokens, reach),
-            np.concatenate((of_state[index], of_state[-1], ids)),
+            (own.batch.num_tokens, key),
+            others,
             self,
             lambda stream: part.enqueue(replace(self, stream=stream), own),
         )
 
+    def _of_experts(self, own: LayerPass) -> tuple[Hashable, NDArray[np.int64]]:
+        """What the launches of experts depend on besides weights and tokens, and addresses."""
+        num, ids = own.batch.num_tokens, 0
+        if num <= self.workspace.routed_rows:
+            ids = self.expert_ids(own.layer, num).address
+        return None, np.array([ids], np.int64)
+
+    def _of_sequences(self, own: LayerPass) -> tuple[Hashable, NDArray[np.int64]]:
+        """The same of parts that work with the sequences' states.
+
+        Only attention depends on positions: of a sequence alone, on how many parts they have.
+        """
+        layer, batch = own.layer, own.batch
+        state, table = batch.segments[0].state, batch.table
+        is_attention = isinstance(state.layers[layer], AttentionState)
+        if table is None:
+            reach = blocks(batch.last_position, PART_POSITIONS) if is_attention else 0
+            of_state = state.addresses()
+            return (state.context_tokens, reach), np.concatenate((of_state[layer], of_state[-1]))
+        tables = [table.rows(at, at + 1).address for at in (layer, self.num_layers)]
+        parts = [each.addresses()[at] for each in batch.states for at in (layer, -1)]
+        contexts = tuple(each.context_tokens for each in batch.states)
+        cut = batch.cut if is_attention else tuple(each[:2] for each in batch.cut)
+        return (contexts, cut), np.concatenate((*parts, tables))
+
+    @property
+    def num_layers(self) -> int:
+        """Of the trunk."""
+        return len(self.weights.layers)
+
     def _all_operands(self) -> Iterator[tuple[Hashable, Operands]]:
         """Of every part that a layer may have, by the part's name and the layer."""
-        for index in range(len(self.weights.layers)):
+        for index in range(self.num_layers):
             for part in (NGRAMS, MIXER, EXPERTS):
                 yield (part.name, index), part.operands(self, index)

@@ -26,6 +26,7 @@ ALIGNMENT_BYTES = 256
 USUAL_FLOATS = 1 << 22  # of scratch whose size changes speed only
 MOST_TAKEN = 4_096  # windows of scratch tensors that are kept
 MOST_SEGMENTS = 512  # that a pass takes together
+OF_EACH_LAYER = ("routed", "segments")  # scratch of which every layer has a part of its own
 ROUTED_ROWS = 32  # most tokens of a pass that leaves behind what all its layers were routed to
 
 
@@ -259,7 +260,10 @@ class Workspace:
             )
             for scratch, offset in zip(plan, offsets, strict=True)
         }
-
+        self._by_layer = [
+            (whole.offset_bytes, whole.offset_bytes + whole.nbytes)
+            for whole in map(self.take_all, OF_EACH_LAYER)
+        ]
         self._taken: dict[tuple[str, int | tuple[int, ...]], Tensor] = {}
 
     @property
@@ -287,8 +291,11 @@ class Workspace:
         return self.take_shaped("segments", layers, count, SEGMENT_WORDS)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory of the workspace, which stays where it is."""
-        return tensor.buffer is self._buffer or tensor.buffer is self._numbers
+        """Whether a tensor lies in memory of the workspace that is the same for every layer."""
+        if tensor.buffer is self._buffer:
+            at = tensor.offset_bytes
+            return not any(first <= at < end for first, end in self._by_layer)
+        return tensor.buffer is self._numbers
 
     def take(self, name: str, rows: int) -> Tensor:
         """The first rows of a scratch tensor; contents undefined where its part begins."""
