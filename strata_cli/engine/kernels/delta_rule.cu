@@ -73,7 +73,8 @@ __device__ inline float decay_of(float alpha, float a, float dt) {
 
 // prepare_delta_rule: what delta_rule<..., true> takes: q and k normalised, decay and write rate
 //   c [T,2kd+vd] f32 (q and k heads in place), alpha (becomes the decay), beta (the rate) [T,nv]
-//   f32, a, dt [nv] f32 grid (T * nk / 8), 16 lanes per token and key head; moves 16 * T*kd bytes
+//   f32, a, dt [nv] f32
+//   grid (T * nk / 8), 16 lanes per token and key head; moves 16 * T*kd bytes
 extern "C" __global__ void prepare_delta_rule(float *c, float *alpha, float *beta, const float *a,
                                               const float *dt, float eps, long long num_tokens,
                                               long long num_keys, long long num_values,
