@@ -30,7 +30,17 @@ from benchmarks.timing import Clock, Row
 from strata_cli.engine.device import cuda_kernels, open_device
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.device.transfer import upload
-from strata_cli.engine.kernels import attention, gdn, hyper, indexer, moe, ngram, rope, routing
+from strata_cli.engine.kernels import (
+    attention,
+    cache_rows,
+    gdn,
+    hyper,
+    indexer,
+    moe,
+    ngram,
+    rope,
+    routing,
+)
 from strata_cli.engine.kernels.delta_rule import DeltaRuleShape, delta_rule
 
 # Extents of the full model.
@@ -321,7 +331,7 @@ def heads(bench: Bench, tokens: int) -> None:
         "store_kv",
         tokens,
         12 * tokens * KV_HEADS * HEAD_DIM,
-        attention.store_kv,
+        cache_rows.store_kv,
         k.reshape(tokens, KV_HEADS, HEAD_DIM),
         k,
         positions,

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from strata_cli.engine.kernels.attention import (
-    ATTEND,
+from strata_cli.engine.kernels.attention import ATTEND, attend
+from strata_cli.engine.kernels.cache_rows import (
     STORE_KV,
     STORE_ROWS,
-    attend,
     cache_type,
     store_kv,
     store_rows,

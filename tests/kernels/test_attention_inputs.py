@@ -9,7 +9,6 @@ import pytest
 from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Tensor
-from strata_cli.engine.kernels.attention import store_kv, store_rows
 from strata_cli.engine.kernels.attention_inputs import (
     HeadRows,
     IndexRows,
@@ -17,6 +16,7 @@ from strata_cli.engine.kernels.attention_inputs import (
     attention_inputs,
     can_take_inputs,
 )
+from strata_cli.engine.kernels.cache_rows import store_kv, store_rows
 from strata_cli.engine.kernels.indexer import pool_index_blocks
 from strata_cli.engine.kernels.rope import head_norm_rope, rope_table
 from tests.kernels.lab import Lab, normal

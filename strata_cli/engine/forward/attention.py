@@ -8,8 +8,8 @@ from strata_cli.engine.forward.hyper_connections import LastProduct, LayerInput
 from strata_cli.engine.forward.on_stream import ModelOnStream
 from strata_cli.engine.forward.state import AttentionState
 from strata_cli.engine.forward.weights import AttentionWeights, IndexerWeights
-from strata_cli.engine.kernels import attention as attention_kernels
 from strata_cli.engine.kernels import indexer, rope
+from strata_cli.engine.kernels.attention import attend
 from strata_cli.engine.kernels.attention_inputs import (
     HeadRows,
     IndexRows,
@@ -18,6 +18,7 @@ from strata_cli.engine.kernels.attention_inputs import (
     can_take_inputs,
 )
 from strata_cli.engine.kernels.attention_plan import AttendPlan
+from strata_cli.engine.kernels.cache_rows import store_kv, store_rows
 from strata_cli.engine.kernels.cache_segments import (
     attend_segments,
     can_attend_segments,
@@ -80,15 +81,13 @@ def attention(
         if is_together:
             _take_inputs(model, weights, ratio, state, part)
         else:
-            attention_kernels.store_kv(
-                stream, rows_of(k, part), rows_of(v, part), own, state.keys, state.values
-            )
+            store_kv(stream, rows_of(k, part), rows_of(v, part), own, state.keys, state.values)
             _keep_index_keys(model, weights.indexer, ratio, state, part)
         # A step may be recorded and replayed at later positions; others see how far they go.
         rows = part.stop - part.start
         seen = state.keys.shape[0] if rows == 1 else segment.state.position + rows
         selected, num_selected = _select(model, ratio, state, part)
-        attention_kernels.attend(
+        attend(
             stream,
             rows_of(q, part),
             rows_of(q_gate, part),
@@ -176,7 +175,7 @@ def _keep_index_keys(
     positions, keys = (
         rows_of(model.workspace.take(name, part.stop), part) for name in ("positions", "index_k")
     )
-    attention_kernels.store_rows(model.stream, keys, positions, state.index_keys)
+    store_rows(model.stream, keys, positions, state.index_keys)
     indexer.pool_index_blocks(
         model.stream,
         state.index_keys,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.device.transfer import download, upload
 from strata_cli.engine.forward.snapshots import Group, Lease, SnapshotRoom
-from strata_cli.engine.kernels.attention import cache_type
+from strata_cli.engine.kernels.cache_rows import cache_type
 from strata_cli.engine.kernels.hash import FNV_OFFSET, fnv1a64
 from strata_cli.engine.model.ngram_spec import NgramSpec
 from strata_cli.engine.model.spec import ModelSpec

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_cli.engine.device.base import Kernel, KernelArgument, Launch, Stream, Tensor
+from strata_cli.engine.device.base import Kernel, KernelArgument, Stream, Tensor
 from strata_cli.engine.kernels.attention_plan import AttendPlan
+from strata_cli.engine.kernels.cache_rows import cache_type
 from strata_cli.engine.kernels.jit import nogil_jit
 from strata_cli.engine.kernels.math32 import exp32
 from strata_cli.engine.kernels.pointers import address_of
@@ -24,7 +25,6 @@ from strata_cli.engine.kernels.rows import (
     add_weighted_rows,
     clear_row,
     compile_small,
-    copy_rows,
     multiply_row,
     scale_row,
     sigmoid_row,
@@ -37,83 +37,10 @@ Ints = NDArray[np.int32]
 F32 = np.float32
 SOURCE = "attention.cu"
 FEW_SOURCE = "attention_few.cu"
-THREADS = 256  # of a block that stores rows
 U64 = np.uint64  # an unsigned index lets LLVM turn a loop into vectors
 HEADS_AT_ONCE = 4  # share the reading of a key row; changes no bit
 POSITIONS_AT_ONCE = 64  # whose value rows stay in the first cache for all heads; changes no bit
 _ROWS_OF_HEADS = np.arange(HEADS_AT_ONCE, dtype=np.int32)
-
-
-def cache_type(stream: Stream) -> np.dtype[Any]:
-    """What a stream's device keeps keys and values in: float16 for tensor cores, else float32."""
-    return np.dtype(np.float16 if stream.shared_bytes else np.float32)
-
-
-def store_kv(
-    stream: Stream, k: Tensor, v: Tensor, positions: Tensor, keys: Tensor, values: Tensor
-) -> None:
-    """Write each token's keys and values at its position of a cache.
-
-    On a GPU a row whose values are not all numbers gets keys that are none.
-
-    Args:
-        stream: enqueues here.
-        k: float32 [T, KV, dim].
-        v: float32 [T, KV * dim].
-        positions: int32 [T], each below context, all different.
-        keys: cache_type [context, KV * dim]; other rows stay.
-        values: cache_type [context, KV * dim]; other rows stay.
-
-    Raises:
-        ShapeError: an argument has another shape or type.
-    """
-    expect_rank("store_kv k", k, 3)
-    expect_rank("store_kv keys", keys, 2)
-    num_tokens, num_kv_heads, dim = k.shape
-    width, dtype = num_kv_heads * dim, cache_type(stream)
-    expect("store_kv k", k, k.shape)
-    expect("store_kv v", v, (num_tokens, width))
-    expect("store_kv positions", positions, (num_tokens,), np.int32)
-    expect("store_kv keys", keys, (keys.shape[0], width), dtype)
-    expect("store_kv values", values, keys.shape, dtype)
-    launch = Launch(
-        items=num_tokens,
-        grain=grain(2 * width),
-        grid=(blocks(num_tokens * num_kv_heads, THREADS // 32), 1, 1),
-        block=(THREADS, 1, 1),
-        extents=(num_tokens, num_kv_heads, dim),
-        early=True,
-    )
-    stream.launch(STORE_KV, launch, k, v, positions, keys, values)
-
-
-def store_rows(stream: Stream, src: Tensor, positions: Tensor, cache: Tensor) -> None:
-    """Write each token's row at its position of a cache.
-
-    Args:
-        stream: enqueues here.
-        src: float32 [T, width].
-        positions: int32 [T], each below context, all different.
-        cache: float32 [context, width]; other rows stay.
-
-    Raises:
-        ShapeError: an argument has another shape or type.
-    """
-    expect_rank("store_rows src", src, 2)
-    expect_rank("store_rows cache", cache, 2)
-    expect("store_rows src", src, src.shape)
-    expect("store_rows positions", positions, src.shape[:1], np.int32)
-    expect("store_rows cache", cache, (cache.shape[0], src.shape[1]))
-    num_tokens, width = src.shape
-    launch = Launch(
-        items=num_tokens,
-        grain=grain(width),
-        grid=(num_tokens, blocks(width, 4 * THREADS), 1),
-        block=(THREADS, 1, 1),
-        extents=(width,),
-        early=True,
-    )
-    stream.launch(STORE_ROWS, launch, src, positions, cache)
 
 
 def attend(
@@ -192,26 +119,6 @@ def _rows(arguments: tuple[KernelArgument, ...], first: int, last: int) -> list[
         else argument
         for index, argument in enumerate(arguments)
     ]
-
-
-@nogil_jit
-def _store_rows(begin: int, end: int, src: Floats, positions: Ints, cache: Floats) -> None:
-    """Items: tokens."""
-    width = src.shape[1]
-    for token in range(begin, end):
-        copy_rows(cache, positions[token] * width, width, src, token * width, width, 1, width)
-
-
-@nogil_jit
-def _store_kv(
-    begin: int, end: int, k: Floats, v: Floats, positions: Ints, keys: Floats, values: Floats
-) -> None:
-    """Items: tokens."""
-    width = v.shape[1]
-    for token in range(begin, end):
-        at = positions[token] * width
-        copy_rows(keys, at, width, k, token * width, width, 1, width)
-        copy_rows(values, at, width, v, token * width, width, 1, width)
 
 
 @nogil_jit
@@ -294,23 +201,6 @@ def _nothing_to_join(begin: int, end: int, *_arguments: Any) -> None:
     """The host does not cut a token's positions into units: all is in out by now."""
 
 
-def store_rows_reference(src: Floats, positions: Ints, cache: Floats) -> Floats:
-    """store_rows in plain numpy: the new cache."""
-    new = cache.copy()
-    new[positions] = src
-    return new
-
-
-def store_kv_reference(
-    k: Floats, v: Floats, positions: Ints, keys: Floats, values: Floats
-) -> tuple[Floats, Floats]:
-    """store_kv in plain numpy: the new keys and values."""
-    new_keys, new_values = keys.copy(), values.copy()
-    new_keys[positions] = k.reshape(len(k), -1)
-    new_values[positions] = v
-    return new_keys, new_values
-
-
 def attend_reference(
     q: Floats,
     gate_src: Floats,
@@ -360,8 +250,6 @@ def _part_kernel(plan: AttendPlan) -> Kernel:
     return _part_kernel_of(plan.padded_dim, plan.part_stages)
 
 
-STORE_ROWS = Kernel("store_rows", _store_rows, store_rows_reference, SOURCE)
-STORE_KV = Kernel("store_kv", _store_kv, store_kv_reference, SOURCE)
 JOIN_PARTS = Kernel("join_parts", _nothing_to_join, attend_reference, FEW_SOURCE)
 JOIN_UNITS = Kernel("join_units", _nothing_to_join, attend_reference, FEW_SOURCE)
 ATTEND = _tile_kernel_of(256, 8, 2, is_cut=False)

@@ -1,6 +1,7 @@
 // What attention needs of few tokens of one sequence, in one launch: head_norm_rope (rope.cu) of
-// queries, keys and index queries, store_kv and store_rows (attention.cu) of keys, values and index
-// keys, pool_index_blocks (indexer.cu). The same bits; alone each takes little more than its start.
+// queries, keys and index queries, store_kv and store_rows (cache_rows.cu) of keys, values and
+// index keys, pool_index_blocks (indexer.cu). The same bits; alone each takes little more than its
+// start.
 //   T tokens at consecutive positions, H query heads, KV key/value heads, N head width, at most
 //   MOST_DIM; IH index heads of width IN
 #include "lanes.cuh"

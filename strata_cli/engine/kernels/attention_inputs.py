@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from strata_cli.engine.device.base import Launch, Stream, Tensor
-from strata_cli.engine.kernels.attention import cache_type
+from strata_cli.engine.kernels.cache_rows import cache_type
 from strata_cli.engine.kernels.choice import FEW_TOKENS
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.products import WARP, Unit

@@ -8,15 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 from strata_cli.engine.device.base import Launch, Stream, Tensor
-from strata_cli.engine.kernels import indexer
-from strata_cli.engine.kernels.attention import THREADS as STORE_THREADS
+from strata_cli.engine.kernels import cache_rows, indexer
+from strata_cli.engine.kernels.attention import SOURCE as ATTENTION_SOURCE
 from strata_cli.engine.kernels.attention_plan import ENOUGH_BLOCKS, AttendPlan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.products import WARP, Unit
 from strata_cli.engine.kernels.segments import Segments
 from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank
 
-STORED_AT_ONCE = 4 * STORE_THREADS  # floats of a row that a thread block stores
+STORED_AT_ONCE = 4 * cache_rows.THREADS  # floats of a row that a thread block stores
 
 
 def store_segments(
@@ -48,12 +48,12 @@ def store_segments(
     longest, count = segments.longest, len(segments.counts)
     launch = Launch(
         items=1,
-        grid=(blocks(longest * num_kv_heads, STORE_THREADS // WARP), count, 1),
-        block=(STORE_THREADS, 1, 1),
+        grid=(blocks(longest * num_kv_heads, cache_rows.THREADS // WARP), count, 1),
+        block=(cache_rows.THREADS, 1, 1),
         extents=(num_kv_heads, dim),
         early=True,
     )
-    kernel = gpu_kernel(Unit("attention.cu", "store_kv_segments", ()))
+    kernel = gpu_kernel(Unit(cache_rows.SOURCE, "store_kv_segments", ()))
     stream.launch(kernel, launch, k, v, positions, segments.table)
     if index_keys is None:
         return
@@ -62,11 +62,11 @@ def store_segments(
     launch = Launch(
         items=1,
         grid=(longest, blocks(width, STORED_AT_ONCE), count),
-        block=(STORE_THREADS, 1, 1),
+        block=(cache_rows.THREADS, 1, 1),
         extents=(width,),
         early=True,
     )
-    kernel = gpu_kernel(Unit("attention.cu", "store_rows_segments", ()))
+    kernel = gpu_kernel(Unit(cache_rows.SOURCE, "store_rows_segments", ()))
     stream.launch(kernel, launch, index_keys, positions, segments.table)
 
 
@@ -234,7 +234,7 @@ def attend_segments(
     tile = plan.tile
     function = f"attend_segments<{plan.padded_dim}, {tile.warps}, {tile.stages}>"
     stream.launch(
-        gpu_kernel(Unit("attention.cu", function, ())),
+        gpu_kernel(Unit(ATTENTION_SOURCE, function, ())),
         plan.segments(segments.counts),
         q,
         gate_src,
