@@ -92,9 +92,13 @@ class Forward(ModelOnStream):
         return logits
 
     def _is_repeated(self, part: LayerPart, own: LayerPass) -> bool:
-        """Whether a pass is short, and a part of it finds experts, or sequences, in one place."""
+        """Whether a pass is short, and a part of it finds experts, or sequences, in one place.
+
+        Not on the host, where what is launched takes much longer than to launch it.
+        """
         batch, num = own.batch, own.batch.num_tokens
-        if batch.is_recorded or not 1 < num <= MOST_REPEATED_TOKENS:
+        is_short = 1 < num <= MOST_REPEATED_TOKENS
+        if not is_short or batch.is_recorded or not self.stream.shared_bytes:
             return False
         if part.is_fed:
             return own.feed is None and self.fetcher is None
