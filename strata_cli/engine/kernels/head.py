@@ -18,7 +18,7 @@ from strata_cli.errors import ShapeError, StrataError
 Floats = NDArray[np.float32]
 F32 = np.float32
 
-RUN_TOKENS = 512  # of a vocabulary, whose largest stands for all when the best are looked for
+GROUP_TOKENS = 512  # of a vocabulary, whose largest stands for all when the best are looked for
 PART_TOKENS = 4096  # the vocabulary is summed in parts of this many tokens, then part by part
 
 
@@ -48,21 +48,28 @@ def top_k(values: Floats, k: int) -> NDArray[np.int64]:
     if not 1 <= k <= values.size:
         raise ShapeError(f"cannot take the best {k} of {values.size} tokens")
     require_finite(values)
-    candidates = np.flatnonzero(values >= _bound(values, k))
+    candidates = _candidates(values, k)
     order = np.argsort(-values[candidates], kind="stable")
     return candidates[order[:k]]
 
 
-def _bound(values: Floats, k: int) -> np.float32:
-    """A value that at least k of the values reach, and where k is small few more.
+def _candidates(values: Floats, k: int) -> NDArray[np.int64]:
+    """Ids of at least the k largest values and all that equal the last of them, ascending.
 
-    The k-th largest of the largest of each run: looking for the k-th largest of all takes longer.
+    Where k is small, few more: those that reach the k-th largest of the largest of each group, most
+    groups of which have none. Looking for the k-th largest of all takes longer.
     """
-    num_runs = values.size // RUN_TOKENS
-    if k > num_runs:
-        return np.float32(np.partition(values, values.size - k)[values.size - k])
-    runs = values[: num_runs * RUN_TOKENS].reshape(num_runs, RUN_TOKENS).max(axis=1)
-    return np.float32(np.partition(runs, num_runs - k)[num_runs - k])
+    num_groups = values.size // GROUP_TOKENS
+    if k > num_groups:
+        return np.flatnonzero(values >= np.partition(values, values.size - k)[values.size - k])
+    grouped = num_groups * GROUP_TOKENS
+    table = values[:grouped].reshape(GROUP_TOKENS, num_groups)  # a group is a column
+    largest = table.max(axis=0)
+    bound = np.partition(largest, num_groups - k)[num_groups - k]
+    groups = np.flatnonzero(largest >= bound)
+    rows, columns = np.nonzero(table[:, groups] >= bound)
+    behind = grouped + np.flatnonzero(values[grouped:] >= bound)
+    return np.concatenate((rows * num_groups + groups[columns], behind))
 
 
 def argmax(values: Floats) -> int:
