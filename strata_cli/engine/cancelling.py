@@ -17,7 +17,7 @@ class Cancellation:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a block may end late, in the garbage collector
         self._is_cancelled = False
         self._stops: list[Callable[[], None]] = []
 

@@ -58,7 +58,7 @@ class Engine:
         self._resources = resources
         self._is_closed = False
         self._room: BranchRoom | None = None
-        self._canonical_depth = 0
+        self._canonical_blocks: set[object] = set()  # one inside the other
 
     @classmethod
     def open(
@@ -112,7 +112,7 @@ class Engine:
     @property
     def is_canonical(self) -> bool:
         """Whether reads are canonical now: see canonical()."""
-        return self._canonical_depth > 0
+        return bool(self._canonical_blocks)
 
     @contextmanager
     def canonical(self) -> Iterator[None]:
@@ -120,13 +120,13 @@ class Engine:
 
         What adapts to use is afterwards as if the block had not been. May be nested.
         """
-        depth = self._canonical_depth
-        with nullcontext() if depth else self._unlearning():
+        block = object()
+        with nullcontext() if self._canonical_blocks else self._unlearning():
             try:
-                self._canonical_depth = depth + 1
+                self._canonical_blocks.add(block)
                 yield
             finally:
-                self._canonical_depth = depth
+                self._canonical_blocks.discard(block)
 
     @contextmanager
     def _unlearning(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,6 +60,16 @@ def test_a_block_is_canonical_to_its_end(engine: Engine) -> None:
             pass
         seen.append(engine.is_canonical)
     assert [*seen, engine.is_canonical] == [False, True, False]
+
+
+def test_a_block_that_ends_late_ends_no_other(engine: Engine) -> None:
+    """Its end was interrupted twice, and left to the garbage collector."""
+    late: Any = engine.canonical()
+    late.__enter__()
+    with engine.canonical():
+        late.gen.close()
+        assert engine.is_canonical
+    assert not engine.is_canonical
 
 
 @pytest.fixture

@@ -331,6 +331,40 @@ def test_an_interrupt_ends_the_wait_for_a_copy(
         assert_same_talk(talk(engine), separate_talk)
 
 
+@pytest.mark.parametrize("pinned", [None, 9])
+def test_an_end_left_to_the_garbage_collector_disturbs_no_other_prompt(
+    separate: Path,
+    separate_talk: Talk,
+    device_name: str,
+    pinned: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C came twice, also before the first lines of what ends a chunk and its prompt."""
+    await_event = ChunkStream.await_event
+    with Way(pinned=pinned).open(separate, device_name) as engine:
+        cache = store_of(engine).cache
+        prompt = streamer_of(engine).prompt(230, 64)
+        chunk = prompt.__enter__().chunk(64)
+        left: list[Any] = [chunk, prompt]
+        chunk.__enter__()
+        assert issuers()
+
+        def collected(stream: ChunkStream, *args: Any) -> None:
+            assert len(issuers()) == 1
+            loan = cache.loan
+            assert loan is not None or pinned is not None
+            while left:
+                left.pop(0).gen.close()
+            assert cache.loan is loan
+            await_event(stream, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkStream, "await_event", collected)
+            assert_same_talk(talk(engine), separate_talk)
+        assert not left
+        assert not issuers()
+
+
 def test_an_interrupted_refill_is_made_up_for(engine: Engine, separate_talk: Talk) -> None:
     cache = store_of(engine).cache
     held = cache.pair_in.copy()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -258,6 +259,17 @@ def test_however_a_list_was_interrupted_the_next_one_begins(
             with pytest.raises(KeyboardInterrupt), stager.staging(jobs_of(9)):
                 pass
         take_all(stager, jobs_of(0, 0, 9))
+
+
+def test_a_list_that_ends_late_does_not_end_the_next_one(host: Device, source: Source) -> None:
+    """Its end was interrupted twice, and left to the garbage collector."""
+    with Stager(host, source, SLOT_BYTES, 2, 2) as stager:
+        late: Any = stager.staging(jobs_of(9))
+        late.__enter__()
+        second = jobs_of(0, 0, 9)
+        with stager.staging(second):
+            late.gen.close()
+            check_blob(stager, second, 0)
 
 
 def test_ctrl_c_leaves_no_lock_taken(host: Device, source: Source) -> None:

@@ -136,17 +136,19 @@ class Stager:
     def staging(self, jobs: JobList) -> Iterator[Stager]:
         """begin(), and end() behind it in any case.
 
-        Interrupted twice, it is the next one that ends the list.
+        Interrupted twice, it is the next one that ends the list; and this one, left to the garbage
+        collector, may then come to its own end when the next one's is under way.
         """
         self.end()
         try:
             self.begin(jobs)
             yield self
         except BaseException:
-            try:
-                self.end()
-            except StallError as error:  # the first exception says more
-                logger.warning("%s", error)
+            if self._list is jobs:
+                try:
+                    self.end()
+                except StallError as error:  # the first exception says more
+                    logger.warning("%s", error)
             raise
         self.end()
 

@@ -299,9 +299,17 @@ class ChunkStream:
         self._issuer.start()
         return self
 
+    def close(self) -> None:
+        """End the issuer. Safe to call twice.
+
+        Raises:
+            StallError: the device hangs.
+        """
+        self._issuer.close()
+
     def __exit__(self, *exc: object) -> None:
         try:
-            self._issuer.close()
+            self.close()
         except StallError as error:
             if exc[0] is None:
                 raise

@@ -123,6 +123,7 @@ class Foresight:
             resources.callback(self._kept_errors.buffer.close)
             self.stream.fill(self.errors, 0)
             self.stream.synchronize()
+            self._unlearning: object = None  # the latest block of it
             self._resources = resources.pop_all()
 
     def ahead(self, layer: int) -> Ahead:
@@ -166,11 +167,13 @@ class Foresight:
     def unlearning(self, stream: Stream) -> Iterator[None]:
         """Around passes on a stream that those behind it learn nothing from."""
         stream.copy(self._kept_errors, self.errors)
+        own = self._unlearning = object()
         try:
             yield
         finally:
-            with suppress(DeviceError):  # whoever works next is told, and no result depends on it
-                stream.copy(self.errors, self._kept_errors)
+            if self._unlearning is own:  # else Ctrl-C left this end to the garbage collector
+                with suppress(DeviceError):  # who works next is told, and no result depends on it
+                    stream.copy(self.errors, self._kept_errors)
 
     def learn(self, num_tokens: int) -> None:
         """Enqueue, beside a pass whose routers have all spoken, what it teaches."""

@@ -126,6 +126,7 @@ class History:
         self.counts: list[StreamCounts] = []
         self.use: NDArray[np.int64] | None = None
         self._last_use: NDArray[np.int64] | None = None
+        self._unlearning: object = None  # the latest block of it
         self._pairs_per_token = 0.0
 
     def begin(self) -> None:
@@ -159,10 +160,12 @@ class History:
     def unlearning(self) -> Iterator[None]:
         """Around chunks that those behind it learn nothing from but what is true of all."""
         last_use, depth = self._last_use, copy(self.depth)
+        own = self._unlearning = object()
         try:
             yield
         finally:
-            self._last_use, self.depth = last_use, depth
+            if self._unlearning is own:  # else Ctrl-C left this end to the garbage collector
+                self._last_use, self.depth = last_use, depth
 
     def add(self, stream: ChunkStream, num_tokens: int, *, is_typical: bool) -> None:
         """Take note of a chunk that is done, and expect the like of it if it is typical."""
@@ -184,6 +187,7 @@ class Rings:
         self.setting = setting
         self._rings: dict[RingShape, Ring] = {}
         self._passed = setting.device.event()
+        self._stream: ChunkStream | None = None
 
     def over(self, slots: Tensor) -> Ring:
         """The ring over these slots, uint8 [n, slot_bytes]."""
@@ -194,6 +198,20 @@ class Rings:
             ring = Ring(setting.device, slots, setting.store.copies, setting.reads, setting.trace)
             self._rings[shape] = ring
         return self._rings[shape]
+
+    def begin(self, stream: ChunkStream) -> None:
+        """Before a chunk's stream starts, which end() ends in any case."""
+        self._stream = stream
+
+    def end(self) -> None:
+        """Nothing more is copied into any ring for a chunk, wherever Ctrl-C kept it from its end.
+
+        Raises:
+            StallError: the device hangs.
+        """
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def fence(self) -> None:
         """Copies from here on wait for all that reads now: of another ring, or broken off."""
@@ -207,6 +225,7 @@ class Rings:
 
     def close(self) -> None:
         """Wait for copies under way and give the events back. Safe to call twice."""
+        self.end()
         rings, self._rings = self._rings, {}
         if rings:
             with suppress(DeviceError):  # a prompt was told, if any needed what failed
@@ -278,6 +297,7 @@ class PromptStream:
         if kept is None or not num_slots:
             yield None
             return
+        self._rings.end()
         store, ring = self._setting.store, self._ring(kept.slots.rows(0, num_slots))
         kept.begin(num_slots)
         resident = store.cache.is_resident | kept.is_kept
@@ -287,6 +307,7 @@ class PromptStream:
             resident = resident | store.is_pinned
         ranking, outlook = self._expected(num_tokens, resident, ring)
         stream = ChunkStream(ranking, ring, store.blobs, self._rules.stream, kept, outlook)
+        self._rings.begin(stream)
         with store.staging(stream.entries), stream, self._cancellation.stopping(stream.stop):
             share = None if is_short else self._share_of(num_tokens, ring)
             leaning = self._history.leaning if stream.foresees else None

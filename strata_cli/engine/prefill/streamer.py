@@ -62,6 +62,7 @@ class PromptStreamer:
         self._history = History(scores)
         self._lent: Tensor | None = None
         self._kept: KeptBlobs | None = None
+        self._prompt: object = None  # the latest
         store = setting.store
         with ExitStack() as resources:
             tables = StreamTables(setting.device, setting.reads, store.layouts, store.num_experts)
@@ -234,22 +235,34 @@ class PromptStreamer:
 
     @contextmanager
     def _giving_back_on_error(self) -> Iterator[None]:
-        """Not behind a stall: what waits for a device that hangs would hang too."""
+        """Not behind a stall: what waits for a device that hangs would hang too.
+
+        Nor when the next prompt has begun: interrupted twice, this one may have been left to the
+        garbage collector, and what is lent is the next one's.
+        """
+        own = self._prompt = object()
         try:
             yield
         except StallError:
-            self._kept = None
+            if self._prompt is own:
+                self._kept = None
             raise
         except BaseException:
-            self._kept = None
-            try:
-                self._mend()
-            except StrataError as error:  # the first one says more
-                logger.warning("the expert cache could not be filled again: %s", error)
+            if self._prompt is own:
+                self._kept = None
+                self._try_to_mend()
             raise
+
+    def _try_to_mend(self) -> None:
+        """The same behind an error, which says more than this one would."""
+        try:
+            self._mend()
+        except StrataError as error:
+            logger.warning("the expert cache could not be filled again: %s", error)
 
     def _mend(self) -> None:
         """Fill what was lent, also to a prompt whose end was interrupted."""
+        self._rings.end()
         if self._lent is not None:
             self._lent = self._kept = None
         cache = self.setting.store.cache
