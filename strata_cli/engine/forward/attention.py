@@ -38,37 +38,16 @@ def attention(
     Returns:
         the product that makes its output, not enqueued yet.
     """
-    take, num, stream, eps = (
-        model.workspace.take,
-        batch.num_tokens,
-        model.stream,
-        model.spec.rms_eps,
-    )
-    positions, table = take("positions", num), model.weights.rope
-    q_gate, q = take("q_gate", num), take("q", num)
-    k_raw, k, v = take("k_raw", num), take("k", num), take("v", num)
-    y, rounded = read.values, read.rounded
+    take, num, stream = model.workspace.take, batch.num_tokens, model.stream
     ratio = model.spec.index_ratio[index]
-    products = [
-        *(Product(weights.q, _flat(q_gate)), Product(weights.k, _flat(k_raw))),
-        Product(weights.v, v),
-    ]
-    if ratio:
-        raw, keys = take("index_q_raw", num), take("index_k", num)
-        products += [
-            Product(weights.indexer.q, _flat(raw)),
-            Product(weights.indexer.k, keys),
-        ]
-    matmul_several(stream, y, products, rounded)
+    _project(model, weights, ratio, num, read)
     is_together = can_take_inputs(
         stream, num, model.spec.head_dim, model.spec.indexer_head_dim if ratio else 0
     )
     if not is_together:
-        rope.head_norm_rope(stream, q_gate, weights.q_norm, table, positions, eps, q)
-        rope.head_norm_rope(stream, k_raw, weights.k_norm, table, positions, eps, k)
-        if ratio:
-            queries, norm = take("index_q", num), weights.indexer.q_norm
-            rope.head_norm_rope(stream, raw, norm, table, positions, eps, queries)
+        _turn_heads(model, weights, ratio, num)
+    positions, q_gate, q = take("positions", num), take("q_gate", num), take("q", num)
+    k, v = take("k", num), take("v", num)
     attended = take("attended", num)
     # A step that is recorded is replayed at later positions; these are in what that launches.
     is_one_by_one = is_together or batch.is_recorded
@@ -101,6 +80,36 @@ def attention(
             rows_of(attended, part),
         )
     return LastProduct(attended, weights.out, model.workspace.take_all("q"))
+
+
+def _project(
+    model: ModelOnStream, weights: AttentionWeights, ratio: int, num: int, read: LayerInput
+) -> None:
+    """Enqueue queries with their gates, keys and values of all rows, and what the index needs."""
+    take = model.workspace.take
+    products = [
+        Product(weights.q, _flat(take("q_gate", num))),
+        Product(weights.k, _flat(take("k_raw", num))),
+        Product(weights.v, take("v", num)),
+    ]
+    if ratio:
+        products += [
+            Product(weights.indexer.q, _flat(take("index_q_raw", num))),
+            Product(weights.indexer.k, take("index_k", num)),
+        ]
+    matmul_several(model.stream, read.values, products, read.rounded)
+
+
+def _turn_heads(model: ModelOnStream, weights: AttentionWeights, ratio: int, num: int) -> None:
+    """Enqueue norm and rope of all rows' queries and keys, and of the index's queries."""
+    take, eps = model.workspace.take, model.spec.rms_eps
+    positions, table = take("positions", num), model.weights.rope
+    heads = [("q_gate", weights.q_norm, "q"), ("k_raw", weights.k_norm, "k")]
+    if ratio:
+        heads.append(("index_q_raw", weights.indexer.q_norm, "index_q"))
+    for raw, norm, turned in heads:
+        src, out = take(raw, num), take(turned, num)
+        rope.head_norm_rope(model.stream, src, norm, table, positions, eps, out)
 
 
 def _attend_together(
