@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -88,33 +89,24 @@ def read_branches(
         Cancelled: the sequences are where they were, and whole.
     """
     most_rows = forward.workspace.num_tokens
+    read_long = partial(
+        prefill,
+        forward,
+        port,
+        wanted=wanted,
+        is_exact=is_exact,
+        watch=watch,
+        streamer=streamer,
+        cancellation=cancellation,
+    )
     rows: list[NDArray[np.float32]] = []
     lengths = [len(branch.ids) for branch in branches]
     for batch in plan_batches(lengths, most_rows, forward.workspace.most_segments):
         cancellation.check()
         together = [branches[index] for index in batch]
-        state, first_ids = together[0]
-        if len(first_ids) > most_rows:
-            snapshot = state.snapshot()
-            try:
-                row = prefill(
-                    forward,
-                    port,
-                    state,
-                    first_ids,
-                    wanted=wanted,
-                    is_exact=is_exact,
-                    watch=watch,
-                    streamer=streamer,
-                    cancellation=cancellation,
-                )
-                state.restore(snapshot)
-            except BaseException as error:
-                state.is_consistent = False  # nothing goes on behind a part of a suffix
-                if isinstance(error, Cancelled):
-                    state.restore(snapshot)
-                raise
-            rows.append(row)
+        state = together[0].state
+        if len(together[0].ids) > most_rows:
+            rows.append(_read_and_return(together[0], read_long))
             continue
         ids = [token for branch in together for token in branch.ids]
         num_tokens, segments = len(ids), _segments(together, room)
@@ -132,6 +124,23 @@ def read_branches(
         else:
             blocks = np.concatenate(all_rows(forward, port, num_tokens))
             rows += [blocks[segment.start : segment.stop] for segment in segments]
+    return rows
+
+
+def _read_and_return(
+    branch: Branch, read: Callable[[SequenceState, list[int]], NDArray[np.float32]]
+) -> NDArray[np.float32]:
+    """Read a branch that no pass has room for as a prompt, then put its sequence back."""
+    state, ids = branch
+    snapshot = state.snapshot()
+    try:
+        rows = read(state, ids)
+        state.restore(snapshot)
+    except BaseException as error:
+        state.is_consistent = False  # nothing goes on behind a part of a suffix
+        if isinstance(error, Cancelled):
+            state.restore(snapshot)
+        raise
     return rows
 
 
