@@ -1,4 +1,4 @@
-"""The GPU that launches are planned for, and where that is told by a stream."""
+"""The GPU that launches are planned for, as a stream tells of it."""
 
 from __future__ import annotations
 

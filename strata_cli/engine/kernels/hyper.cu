@@ -161,8 +161,8 @@ extern "C" __global__ void stream_write(float *x, const float *out, const float 
 
 // stream_write_norm: stream_write, then stream_norm of what was written, in one pass over x
 //   x [T,S,D] f32 in place, out [T,D], weight [S,D] f32, inject as Inject -> normed [T,S,D] f32
-//   and, if wanted, rounded [T,S,D] f16 grid (T*S), block NORM_THREADS, shared D floats; moves (12
-//   * S (14 * S) + 4) * T*D bytes
+//   and, if wanted, rounded [T,S,D] f16
+//   grid (T*S), block NORM_THREADS, shared D floats; moves (12 * S (14 * S) + 4) * T*D bytes
 extern "C" __global__ void stream_write_norm(float *x, const float *out, const float *injects,
                                              const float *weight, float eps, float *normed,
                                              unsigned short *rounded, long long num_streams,
