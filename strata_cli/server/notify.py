@@ -60,11 +60,6 @@ class Notifier:
             )
         return cls(address, _watchdog_s(environ, os.getpid() if pid is None else pid))
 
-    @property
-    def is_heard(self) -> bool:
-        """Whether a service manager listens."""
-        return self._address is not None
-
     def ready(self, status: str = "") -> None:
         """The service can answer: the manager starts what waits for it, and its watchdog."""
         self._send("READY=1", *_status(status))

@@ -40,7 +40,6 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]
 
 def test_the_manager_hears_what_the_service_does(manager: Manager) -> None:
     notifier = Notifier.from_environment({"NOTIFY_SOCKET": manager.address})
-    assert notifier.is_heard
     notifier.status("loading: 3 of 17 GB")
     notifier.extend_timeout(1.5)
     notifier.ready("answering on 127.0.0.1:8080")
@@ -74,7 +73,6 @@ def test_signs_of_life_come_until_they_are_cancelled(manager: Manager) -> None:
 @pytest.mark.parametrize("environ", [{}, {"NOTIFY_SOCKET": ""}, {"WATCHDOG_USEC": "1000"}])
 def test_without_a_manager_nothing_happens(environ: dict[str, str]) -> None:
     notifier = Notifier.from_environment(environ)
-    assert not notifier.is_heard
     notifier.ready("all is well")
     asyncio.run(notifier.beat())
 
