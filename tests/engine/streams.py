@@ -247,6 +247,29 @@ class WatchedCancellation(Cancellation):
             yield
 
 
+LAUNCHES = ("launch", "repeat")  # of a stream
+
+
+@contextmanager
+def counting(owner: Any, names: tuple[str, ...]) -> Iterator[list[str]]:
+    """Names of these methods, one for each call inside the block."""
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        method = getattr(owner, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            calls.append(name)
+            return method(*args, **more)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(owner, name, counted(name))
+        yield calls
+
+
 @contextmanager
 def failing(owner: Any, names: tuple[str, ...], after: int, error: BaseException) -> Iterator[None]:
     """Inside the block, these methods raise the error, after so many calls that pass."""

@@ -31,6 +31,7 @@ from strata_cli.engine.trace import Event, Trace
 from strata_cli.errors import DeviceError, StallError, StateError
 from tests.engine.readings import open_engine
 from tests.engine.streams import (
+    LAUNCHES,
     NUM_EXPERTS,
     NUM_LAYERS,
     STEPS,
@@ -41,6 +42,7 @@ from tests.engine.streams import (
     Way,
     assert_same_talk,
     break_off,
+    counting,
     failing,
     issuers,
     store_of,
@@ -249,11 +251,22 @@ def engine(request: pytest.FixtureRequest, separate: Path, device_name: str) -> 
         yield engine
 
 
-@pytest.mark.parametrize("after", [0, 3, 40, 130, 200, 420])
+@pytest.fixture(scope="module")
+def num_launches(engine: Engine) -> int:
+    """Of the prompt that is interrupted; what is launched together counts once."""
+    for _ in range(2):  # the first one may launch what the second one repeats
+        with engine.sequence() as sequence, counting(engine._stream, LAUNCHES) as counted:
+            sequence.prefill(TURNS[0])
+    talk(engine)
+    return len(counted)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.005, 0.1, 0.3, 0.5, 0.9])
 def test_an_interrupted_prompt_gives_back_what_it_borrowed(
-    engine: Engine, separate_talk: Talk, after: int
+    engine: Engine, separate_talk: Talk, num_launches: int, share: float
 ) -> None:
-    interrupt = failing(engine._stream, ("launch",), after, KeyboardInterrupt())
+    after = int(share * num_launches)
+    interrupt = failing(engine._stream, LAUNCHES, after, KeyboardInterrupt())
     with engine.sequence() as sequence, interrupt:
         break_off(engine, sequence, KeyboardInterrupt)
     assert_same_talk(talk(engine), separate_talk)
