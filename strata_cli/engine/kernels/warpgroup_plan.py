@@ -88,9 +88,7 @@ def has_warpgroup_plan(matrix: Matrix, gpu: Gpu, experts: int = 0) -> bool:
     return gpu.capability == CAPABILITY and _slots(matrix, gpu, experts) is not None
 
 
-def _tile_tokens(
-    matrix: Matrix, tokens: int, num_multiprocessors: int, candidates: tuple[int, ...]
-) -> int:
+def _tile_tokens(matrix: Matrix, tokens: int, num_multiprocessors: int) -> int:
     """What the busiest multiprocessor is done with first; the most of several."""
     row_tiles, available = blocks(matrix.rows, TILE_ROWS), max(1, num_multiprocessors)
 
@@ -98,7 +96,7 @@ def _tile_tokens(
         turns = blocks(row_tiles * blocks(tokens, size), available)
         return turns * (size + DECODING_TOKENS)
 
-    return min(candidates, key=cost)
+    return min(TOKENS, key=cost)
 
 
 def _plan(
@@ -121,15 +119,13 @@ def _plan(
 
 
 @lru_cache(maxsize=4096)
-def warpgroup_plan(
-    matrix: Matrix, tokens: int, gpu: Gpu, candidates: tuple[int, ...] = TOKENS
-) -> Plan:
+def warpgroup_plan(matrix: Matrix, tokens: int, gpu: Gpu) -> Plan:
     """The many-row function for one matrix and so many tokens.
 
     Raises:
         DeviceError: it does not fit.
     """
-    size = _tile_tokens(matrix, tokens, gpu.num_multiprocessors, candidates)
+    size = _tile_tokens(matrix, tokens, gpu.num_multiprocessors)
     tiles = blocks(matrix.rows, TILE_ROWS) * blocks(tokens, size)
     return _plan("matmul_warpgroup", matrix, tiles, gpu, 0, size)
 
