@@ -16,7 +16,7 @@ from strata_cli.engine.device.host_stream import HostStream
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.forward import state
 from strata_cli.engine.sequence import Part, Sequence
-from tests.engine.passes import read_together
+from tests.engine.passes import interrupt, read_together
 from tests.engine.readings import TEXT, Truth, bits, open_engine
 
 LATE_S = 0.005  # each group of copies comes so late that nobody who does not wait finds it
@@ -150,11 +150,13 @@ def test_an_interrupted_return_leaves_a_sequence_that_can_be_mended(
         sequence.prefill(TEXT[:START])
         snapshot = sequence.snapshot()
         sequence.prefill(TEXT[::-1][:30])
-        sequence.restore(snapshot)  # makes the stream
+        sequence.restore(snapshot)
+        sequence.prefill(TEXT[:2])  # makes the stream
+        sequence.restore(snapshot)
         side, left = sequence._state._room._side, after
         operation = getattr(side, name)
 
-        def interrupt(*args: list[tuple[Tensor, Tensor]] | Event) -> None:
+        def cut(*args: list[tuple[Tensor, Tensor]] | Event) -> None:
             nonlocal left
             operation(*args)
             if not left:
@@ -162,9 +164,9 @@ def test_an_interrupted_return_leaves_a_sequence_that_can_be_mended(
             left -= 1
 
         with monkeypatch.context() as patch:
-            patch.setattr(side, name, interrupt)
+            patch.setattr(side, name, cut)
             with pytest.raises(KeyboardInterrupt):
-                sequence.restore(snapshot)
+                sequence.prefill(TEXT[:4])
         assert not sequence.is_consistent
         if mend == "reset":
             sequence.reset()
@@ -175,18 +177,18 @@ def test_an_interrupted_return_leaves_a_sequence_that_can_be_mended(
         assert sequence.state_hash() == truth(TEXT[:40]).state
 
 
+@pytest.mark.parametrize("after", [0, 30, 60, 90])
 def test_a_pass_that_is_cut_off_leaves_nothing_that_arrives_later(
-    engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
+    """Before, between and behind the layers whose states it waits for."""
     with engine.sequence() as sequence:
         sequence.prefill(TEXT[:START])
         snapshot = sequence.snapshot()
         sequence.prefill(TEXT[::-1][:30])
         sequence.restore(snapshot)
-        with monkeypatch.context() as patch:
-            patch.setattr(engine._stream, "launch", lambda *_: pytest.fail("interrupted"))
-            with pytest.raises(pytest.fail.Exception):
-                sequence.prefill(TEXT[START : START + 9])
+        with interrupt(monkeypatch, engine, "launch", after):
+            sequence.prefill(TEXT[START : START + 9])
         sequence.reset()
         assert np.array_equal(bits(sequence.prefill(TEXT[:7])), bits(truth(TEXT[:7]).logits))
         assert sequence.state_hash() == truth(TEXT[:7]).state

@@ -6,7 +6,8 @@ driver, at a tenth of that. Locking memory takes longer than such a copy, so it 
 Copies out run on the one stream that uses the state, so that each sees what those ahead of it left,
 and nobody need wait for them. Copies back are bound by the link, and a pass needs what they bring
 layer by layer: where a device copies beside kernels, they run on a stream of their own but for the
-first, and the pass waits for each group of them as late as it can.
+first, and the pass waits for each group of them as late as it can. They are not enqueued before the
+pass has begun: its tokens come over the same link, which takes what it was given first.
 """
 
 from __future__ import annotations
@@ -53,6 +54,14 @@ class Group(NamedTuple):
     num_tensors: int
 
 
+class _Waiting(NamedTuple):
+    """Copies back that are not enqueued yet: (tensor, copy), and their groups."""
+
+    pairs: list[tuple[Tensor, Tensor]]
+    groups: Sequence[Group]
+    lease: Lease
+
+
 class SnapshotRoom:
     """Blocks for copies of the same tensors. A context manager.
 
@@ -68,6 +77,7 @@ class SnapshotRoom:
         self._stream = stream
         self._side: Stream | None = None
         self._events: list[Event] = []
+        self._waiting: _Waiting | None = None
         self._arriving: list[tuple[int, Event]] = []
         self._is_returning = False
         self._unused: list[Buffer] = []
@@ -125,30 +135,18 @@ class SnapshotRoom:
             return
         first = groups[0].num_tensors
         self._stream.copy_many(_with_bytes(pairs[:first]))
-        self._copy_beside(pairs[first:], groups[1:], lease)
-
-    def _copy_beside(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], groups: Sequence[Group], lease: Lease
-    ) -> None:
-        """Enqueue copies on the other stream, behind all that this one was given."""
-        self._side = side = self._side or self._device.stream("returning")
-        while len(self._events) < len(groups) + 1:
+        while len(self._events) < len(groups):
             self._events.append(self._device.event())
-        begun, *events = self._events
-        self._is_returning = True  # before anything is
-        self._stream.record(begun)
-        side.wait(begun)
-        arriving, first = list[tuple[int, Event]](), 0
-        for group, event in zip(groups, events, strict=False):
-            side.copy_many(_with_bytes(pairs[first : first + group.num_tensors]))
-            side.record(event)
-            arriving.append((group.layer, event))
-            first += group.num_tensors
-        self._hold(lease, side)
-        self._arriving = arriving
+        self._stream.record(self._events[0])  # what the others must come behind
+        self._waiting = _Waiting(pairs[first:], groups[1:], lease)
 
     def wait_for(self, layer: int) -> None:
-        """What the stream is given next finds those groups in their place that a layer needs."""
+        """What the stream is given next finds those groups in their place that a layer needs.
+
+        Behind the first layer, the others are enqueued.
+        """
+        if self._waiting is not None and layer:
+            self._copy_beside(self._waiting)
         while self._arriving and self._arriving[0][0] <= layer:
             self._stream.wait(self._arriving[0][1])
             del self._arriving[0]
@@ -158,8 +156,28 @@ class SnapshotRoom:
         """What the stream is given next finds everything in its place, wherever Ctrl-C came."""
         if self._is_returning and self._side is not None:
             self._stream.join(self._side)
+        if self._waiting is not None:
+            self._stream.copy_many(_with_bytes(self._waiting.pairs))
+            self._hold(self._waiting.lease, self._stream)
+        self._waiting = None
         self._arriving = []
         self._is_returning = False
+
+    def _copy_beside(self, waiting: _Waiting) -> None:
+        """Enqueue copies on the other stream."""
+        self._side = side = self._side or self._device.stream("returning")
+        begun, *events = self._events
+        self._is_returning = True  # before anything is
+        side.wait(begun)
+        arriving, first = list[tuple[int, Event]](), 0
+        for group, event in zip(waiting.groups, events, strict=False):
+            side.copy_many(_with_bytes(waiting.pairs[first : first + group.num_tensors]))
+            side.record(event)
+            arriving.append((group.layer, event))
+            first += group.num_tensors
+        self._hold(waiting.lease, side)
+        self._arriving = arriving
+        self._waiting = None
 
     def _hold(self, lease: Lease, stream: Stream) -> None:
         """Keep a block until what is enqueued has used it: locked memory must not go before."""
@@ -182,6 +200,7 @@ class SnapshotRoom:
     def close(self) -> None:
         """Give back what nobody uses; the rest follows as leases end. Safe to call twice."""
         self._is_closed = True
+        self._waiting = None
         if self._side is not None:
             self._side.close()
         if self._under_way:
