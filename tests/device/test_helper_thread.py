@@ -65,6 +65,24 @@ def test_one_that_could_not_be_started_does_not_live(monkeypatch: pytest.MonkeyP
     thread.join()
 
 
+def test_ctrl_c_twice_in_a_start_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one comes as the lock is given back whose taking was interrupted by the first."""
+
+    def wait(*_: object) -> None:
+        threading.Lock().release()
+
+    begun = threading.Event()
+    thread = HelperThread(begun.set, "strata-test")
+    with monkeypatch.context() as patch:
+        patch.setattr(vars(thread)["_started"], "wait", wait)
+        with pytest.raises(KeyboardInterrupt):
+            thread.start()
+    assert begun.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+    with pytest.raises(RuntimeError, match="once"):
+        thread.start()
+
+
 @pytest.mark.parametrize("asks", [HelperThread.is_alive, partial(HelperThread.join, timeout=0.001)])
 def test_ctrl_c_in_whoever_asks_leaves_it_alive(
     asks: Callable[[HelperThread], object], may_end: threading.Event

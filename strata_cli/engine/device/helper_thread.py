@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 LOOK_S = 1.0  # between two looks of whoever waits for an end
+UNLOCKED = "release unlocked lock"  # what Python's wait for a start makes of Ctrl-C twice
 
 
 class HelperThread(threading.Thread):
@@ -26,6 +27,20 @@ class HelperThread(threading.Thread):
         self._has_ended = False  # written by the thread, before it opens the gate
         self._gate = threading.Lock()
         self._gate.acquire()
+
+    def start(self) -> None:
+        """Start it.
+
+        Raises:
+            RuntimeError: the system refuses another thread, or it was started before.
+            KeyboardInterrupt: Ctrl-C; the thread may run all the same.
+        """
+        try:
+            super().start()
+        except RuntimeError as error:
+            if str(error) != UNLOCKED:
+                raise
+            raise KeyboardInterrupt from error
 
     def run(self) -> None:
         """See Thread."""
