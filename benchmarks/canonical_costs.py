@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.arguments import new_file, run, whole
 from strata_cli.engine import reading
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.model.tensors import load_model_file
@@ -221,12 +222,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?", default=DEMO_MODEL_PATH)
     parser.add_argument("--device", default="host")
-    parser.add_argument("--vram-mib", type=int, default=0)
-    parser.add_argument("--slots", type=int, help="of the expert cache")
+    parser.add_argument("--vram-mib", type=whole(0), default=0)
+    parser.add_argument("--slots", type=whole(0), help="of the expert cache")
     parser.add_argument("--profile", type=Path, help="of the experts")
-    parser.add_argument("--prefix", type=int, help="8,192 tokens, or what the model has room for")
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--prefix", type=whole(1), help="8,192 tokens, or what the model has room for"
+    )
+    parser.add_argument("--runs", type=whole(1), default=7)
+    parser.add_argument("--json", type=new_file)
     arguments = parser.parse_args()
     if arguments.prefix is None:
         arguments.prefix = usual_prefix(arguments.model)
@@ -267,4 +270,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

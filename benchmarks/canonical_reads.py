@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.arguments import new_file, run, whole
 from benchmarks.canonical_breaks import BREAKS, Break, share_prompts, share_steps, skip_tail
 from benchmarks.canonical_protocol import (
     MANNERS,
@@ -68,10 +69,11 @@ CLI = "strata read"
 
 
 class Facts(NamedTuple):
-    """Of a model: (layer, expert) pairs, and experts of a token."""
+    """Of a model: (layer, expert) pairs, experts of a token, and tokens that there are."""
 
     pairs: int
     top_k: int
+    vocab_size: int
 
     def slots(self, share: tuple[int, int]) -> int:
         return max(self.pairs * share[0] // share[1], 1)
@@ -160,15 +162,27 @@ class Bench:
         if self.first is None:
             self.first = answers
             if self.first_file is not None:
-                np.save(self.first_file, np.stack(answers.logits))
+                with self.first_file.open("wb") as file:  # np.save would add to another name
+                    np.save(file, np.stack(answers.logits))
         difference = compare(name, self.asked, self.first, answers)
         self.found.append(difference)
         print(f"{difference.line()} {self.seconds[name]:.1f} s", flush=True)
 
     def load_first(self) -> None:
         """The first run, if another process has kept it."""
-        if self.first_file is not None and self.first_file.exists():
-            self.first = Answers(list(np.load(self.first_file)))
+        if self.first_file is None or not self.first_file.exists():
+            return
+        try:
+            kept = np.load(self.first_file)
+        except (OSError, ValueError, EOFError):
+            raise SystemExit(f"{self.first_file} holds no first run: no .npy file") from None
+        expected = (len(self.asked), self.facts.vocab_size)
+        if kept.shape != expected or kept.dtype != np.float32:
+            raise SystemExit(
+                f"{self.first_file} holds {kept.dtype} {list(kept.shape)}, no first run of this "
+                f"model: float32 {list(expected)} (reads, vocabulary)"
+            )
+        self.first = Answers(list(kept))
 
     def reading(self) -> Manner:
         """How runs and settings read."""
@@ -267,7 +281,7 @@ def report(bench: Bench) -> dict[str, Any]:
 def bench_of(arguments: argparse.Namespace) -> Bench:
     with load_model_file(arguments.model) as model:
         spec = model.spec
-        facts = Facts(spec.num_layers * spec.num_experts, spec.num_experts_per_tok)
+        facts = Facts(spec.num_layers * spec.num_experts, spec.num_experts_per_tok, spec.vocab_size)
     sizes = SMALL_SIZES if arguments.small else SPEC_SIZES
     if sizes.context_tokens >= spec.context_tokens:
         raise SystemExit(
@@ -293,16 +307,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?", default=DEMO_MODEL_PATH)
     parser.add_argument("--device", default="host")
-    parser.add_argument("--vram-mib", type=int, default=0, help="of device memory, at most")
-    parser.add_argument("--slots", type=int, help="of the expert cache")
+    parser.add_argument("--vram-mib", type=whole(0), default=0, help="of device memory, at most")
+    parser.add_argument("--slots", type=whole(1), help="of the expert cache")
     parser.add_argument("--profile", type=Path, help="of the experts")
     parser.add_argument("--small", action="store_true", help="short prompts")
     parser.add_argument("--only", default=",".join(RUNS), help=", ".join(RUNS))
-    parser.add_argument("--times", type=int, default=NUM_RUNS, help="of runs")
+    parser.add_argument("--times", type=whole(1), default=NUM_RUNS, help="of runs")
     parser.add_argument("--manner", choices=MANNERS, help="of reading in runs and settings")
-    parser.add_argument("--first", type=Path, help="file of the first run")
+    parser.add_argument("--first", type=new_file, help="file of the first run")
     parser.add_argument("--broken", choices=BREAKS)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=new_file)
     arguments = parser.parse_args()
     names = arguments.only.split(",")
     unknown = set(names) - set(RUNS)
@@ -318,4 +332,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

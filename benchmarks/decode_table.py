@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.arguments import fraction, listed, new_file, or_auto, run, whole
 from benchmarks.cuda_model import bytes_per_token, copy_rates, machine
 from strata_cli.engine.device import open_device
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
@@ -273,7 +274,8 @@ def row_of(
 def unmissed_per_s(options: EngineOptions, prompt: int, steps: int) -> float:
     """Steps per second with all experts in the device's memory."""
     with Engine.open(options) as engine, engine.sequence() as sequence:
-        assert engine._streamer is None, "not all experts fit: leave --unmissed out"
+        if engine._streamer is not None:
+            raise SystemExit("not all experts fit: leave --unmissed out")
         seconds: list[float] = []
         for token in warmed_up(sequence, prompt, steps):
             began = time.perf_counter()
@@ -292,34 +294,36 @@ def warmed_up(sequence: Sequence, prompt: int, steps: int) -> list[int]:
     return ids[prompt + WARM_UPS :]
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def slot_counts(text: str) -> list[int | None]:
-    """None: as many as fit."""
-    return [None if part == "auto" else int(part) for part in text.split(",")]
-
-
-def shares(text: str) -> list[float | None]:
-    return [None if part == "auto" else float(part) for part in text.split(",")]
+def cases(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = sorted(set(names) - set(CASES))
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no such cases: {', '.join(unknown)}")
+    return names
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--vram-mib", type=int, default=0, help="of device memory, at most")
-    parser.add_argument("--slots", default="auto", help="of the expert cache: auto or N,...")
-    parser.add_argument("--ahead", type=int, help="slots for what the next layer may miss")
-    parser.add_argument("--tail-skip", default="0", help="ranks from which misses are left out")
-    parser.add_argument("--pcie-frac", default="1", help="share of misses that the link carries")
+    parser.add_argument("--vram-mib", type=whole(0), default=0, help="of device memory, at most")
+    counts, ranks, shares = listed(or_auto(whole(0))), listed(whole(0)), listed(or_auto(fraction))
+    parser.add_argument(
+        "--slots", type=counts, default="auto", help="of the expert cache: auto or N,..."
+    )
+    parser.add_argument("--ahead", type=whole(0), help="slots for what the next layer may miss")
+    parser.add_argument(
+        "--tail-skip", type=ranks, default="0", help="ranks from which misses are left out"
+    )
+    parser.add_argument(
+        "--pcie-frac", type=shares, default="1", help="share of misses that the link carries"
+    )
     parser.add_argument("--profile", type=Path, help="of the experts")
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--cases", type=cases, default=",".join(CASES))
+    parser.add_argument("--prompt", type=whole(1), default=512)
+    parser.add_argument("--steps", type=whole(1), default=256)
     parser.add_argument("--unmissed", action="store_true", help="also with all experts on board")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=new_file)
     arguments = parser.parse_args()
     rates = rates_of(arguments.device)
     print(
@@ -334,8 +338,8 @@ def main() -> None:
         options = EngineOptions(model=model, device=device, max_context=context)
         unmissed = unmissed_per_s(options, *steps)
     rows: list[Row] = []
-    for slots in slot_counts(arguments.slots):
-        for tail_skip, share in product(numbers(arguments.tail_skip), shares(arguments.pcie_frac)):
+    for slots in arguments.slots:
+        for tail_skip, share in product(arguments.tail_skip, arguments.pcie_frac):
             options = EngineOptions(
                 model=arguments.model,
                 device=arguments.device,
@@ -348,9 +352,10 @@ def main() -> None:
                 link_share=share,
             )
             with Engine.open(options) as engine:
-                assert engine._streamer is not None, "every expert fits: give --slots"
+                if engine._streamer is None:
+                    raise SystemExit("every expert fits: give --slots")
                 held = engine._streamer.setting.store.cache.num_slots
-                for case in arguments.cases.split(","):
+                for case in arguments.cases:
                     row = row_of(engine, case, options, held, *steps, rates, unmissed)
                     rows.append(row)
                     print(row.line(), flush=True)
@@ -365,4 +370,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.decode_table import CASES, adapting, slot_counts
+from benchmarks.arguments import listed, or_auto, whole
+from benchmarks.decode_table import CASES, adapting
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
 from strata_cli.engine.experts.adapting import STATIC
@@ -158,7 +159,10 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--vram-mib", type=int, default=0, help="of device memory, at most")
-    parser.add_argument("--slots", default="auto", help="of the expert cache: auto or N,...")
+    counts = listed(or_auto(whole(0)))
+    parser.add_argument(
+        "--slots", type=counts, default="auto", help="of the expert cache: auto or N,..."
+    )
     parser.add_argument("--fetch", type=int, help="slots for what a layer misses")
     parser.add_argument("--ahead", type=int, help="slots for what the next layer may miss")
     parser.add_argument("--likely", type=float, default=fetching.LIKELY, help="of top k")
@@ -171,7 +175,7 @@ def main() -> None:
     fetching.LIKELY = arguments.likely
     rows: list[Row] = []
     print(HEADER, flush=True)
-    for slots in slot_counts(arguments.slots):
+    for slots in arguments.slots:
         options = EngineOptions(
             model=arguments.model,
             device=arguments.device,

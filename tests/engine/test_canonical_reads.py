@@ -32,7 +32,7 @@ from tools.synth.recipe import Recipe, plan_tensors
 from tools.synth.writer import write_model
 
 SPEC = PRESETS["tiny"]
-FACTS = Facts(SPEC.num_layers * SPEC.num_experts, SPEC.num_experts_per_tok)
+FACTS = Facts(SPEC.num_layers * SPEC.num_experts, SPEC.num_experts_per_tok, SPEC.vocab_size)
 STREAMED = StreamRules(ring=RingRules(stream_min=40), short_tokens=4)
 
 
