@@ -263,25 +263,28 @@ class Part(NamedTuple):
         wants_logits: of the last token.
         take_rows: called with the logits of all tokens, [n, V] at a time, within the pass; None:
             nobody wants them.
+        meanwhile: see Sequence.prefill(); not called where a single token is stepped.
     """
 
     sequence: Sequence
     ids: list[int]
     wants_logits: bool = True
     take_rows: TakeRows | None = None
+    meanwhile: Callable[[], None] | None = None
 
 
 def checked_pieces(engine: Engine, parts: Iterable[Part]) -> list[Piece]:
     """Parts for a pass of an engine. Raises as Engine.read_together does."""
     pieces = list[Piece]()
     numbers = dict[Sequence, int]()
-    for number, (sequence, ids, wants_logits, take_rows) in enumerate(parts, 1):
+    for number, part in enumerate(parts, 1):
+        sequence = part.sequence
         first = numbers.setdefault(sequence, number)
         if first != number:
             raise StateError(
                 f"parts {first} and {number} are of one sequence", hint="give each sequence once"
             )
         sequence._require_of(engine)
-        sequence._check(ids)
-        pieces.append(Piece(sequence._state, ids, wants_logits, take_rows))
+        sequence._check(part.ids)
+        pieces.append(Piece(sequence._state, *part[1:]))
     return pieces

@@ -152,7 +152,8 @@ class Job:
         """At most so many tokens of the prompt, for a pass."""
         assert self.reading is not None
         ids, wants_logits = self.reading.next(most)
-        return Part(self.reading.sequence, ids, wants_logits, self.take_rows)
+        copy_end = self.reading.copy_end if wants_logits else None
+        return Part(self.reading.sequence, ids, wants_logits, self.take_rows, copy_end)
 
     def add(self, num_tokens: int, logits: Floats | None) -> None:
         """So many tokens of the prompt were read; the logits [V] are those of its end."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from strata_cli.engine import reading
 from strata_cli.engine.conversations import ConversationCache
@@ -14,7 +15,7 @@ from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot
 from strata_cli.engine.prompt_cache import CacheRules, is_prefix
 from strata_cli.engine.reading import ReadRequest
-from strata_cli.engine.sequence import Sequence
+from strata_cli.engine.sequence import Part, Sequence
 from strata_cli.engine.session import Session
 from strata_cli.engine.suffixes import read_suffixes
 from strata_cli.errors import InputError
@@ -392,3 +393,29 @@ def test_a_state_is_copied_while_its_logits_are_computed(
         assert check(session, truth, TEXT[:40]) == 30
         assert check(session, truth, TEXT[:30]) == 20
         assert session.read(TEXT[:30]).reused_tokens == 30
+
+
+def test_a_shared_pass_copies_states_while_it_computes_logits(
+    engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    read_logits = RowPort.read_marked_logits
+
+    def watched(port: RowPort, rows: int) -> NDArray[np.float32]:
+        done.append("logits")
+        return read_logits(port, rows)
+
+    with Session(engine, SMALL) as one, Session(engine, SMALL) as two, engine.sequence() as other:
+        first, second = one.begin(TEXT[:9]), two.begin(TEXT[:30])
+        parts = [
+            Part(first.sequence, first.next().ids, meanwhile=lambda: done.append("copied")),
+            Part(second.sequence, second.next(5).ids, wants_logits=False),
+            Part(other, TEXT[:3]),
+        ]
+        monkeypatch.setattr(RowPort, "read_marked_logits", watched)
+        rows = engine.read_together(parts)
+        assert done == ["copied", "logits"]
+        assert [row is None for row in rows] == [False, True, False]
+        for row, length in ((rows[0], 9), (rows[2], 3)):
+            assert row is not None
+            assert np.array_equal(bits(row), bits(truth(TEXT[:length]).logits))

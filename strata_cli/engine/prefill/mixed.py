@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, TypeAlias
 
@@ -32,12 +32,15 @@ class Piece(NamedTuple):
         wants_logits: of its last token.
         take_rows: called with the logits of all its tokens, [n, V] at a time; None: nobody wants
             them.
+        meanwhile: called once all tokens count as read, while the logits of the last one are
+            computed, if they are wanted; nobody waits for what it enqueues.
     """
 
     state: SequenceState
     ids: Sequence[int]
     wants_logits: bool = True
     take_rows: TakeRows | None = None
+    meanwhile: Callable[[], None] | None = None
 
     @property
     def is_step(self) -> bool:
@@ -95,16 +98,28 @@ def read_mixed(
         wanted = [
             segment for piece, segment in zip(pieces, segments, strict=True) if piece.wants_logits
         ]
-        rows = last_rows(forward, port, wanted)
+        rows = last_rows(forward, port, wanted, [p.meanwhile for p in pieces if p.wants_logits])
         result = [next(rows) if piece.wants_logits else None for piece in pieces]
-        forward.stream.synchronize()
+        if not wanted:
+            forward.stream.synchronize()
     return result
 
 
-def last_rows(forward: Forward, port: RowPort, segments: Sequence[Segment]) -> Iterator[Floats]:
+def last_rows(
+    forward: Forward,
+    port: RowPort,
+    segments: Sequence[Segment],
+    meanwhile: Iterable[Callable[[], None] | None] = (),
+) -> Iterator[Floats]:
     """Logits after each of some segments, in order, of the last pass.
 
     Moves the last rows to the front, so that one product does all: other rows are gone then.
+
+    Args:
+        forward: enqueued the pass.
+        port: staging of the forward's workspace.
+        segments: of the pass.
+        meanwhile: called, but for None, while the last logits are computed.
     """
     if not segments:
         return
@@ -118,7 +133,11 @@ def last_rows(forward: Forward, port: RowPort, segments: Sequence[Segment]) -> I
     for start in range(0, len(segments), step):
         stop = min(start + step, len(segments))
         port.enqueue_logits(forward.head(start, stop))
-        yield from port.read_logits(stop - start)
+        port.mark_logits()
+        for call in meanwhile if stop == len(segments) else ():
+            if call is not None:
+                call()
+        yield from port.read_marked_logits(stop - start)
 
 
 def _segments(pieces: Sequence[Piece]) -> tuple[Segment, ...]:
