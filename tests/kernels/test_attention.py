@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from strata_cli.engine.kernels.attention import ATTEND, attend
+from strata_cli.engine.kernels.attention_plan import AttendPlan
 from strata_cli.engine.kernels.cache_rows import (
     STORE_KV,
     STORE_ROWS,
@@ -18,6 +19,7 @@ from strata_cli.engine.kernels.cache_rows import (
     store_kv,
     store_rows,
 )
+from strata_cli.engine.kernels.cache_segments import can_attend_segments
 from strata_cli.errors import ShapeError
 from tests.kernels.lab import Lab, assert_close, normal
 
@@ -244,3 +246,20 @@ def test_wrong_shapes_are_refused_by_name(lab: Lab) -> None:
         attend(lab.stream, q, gate_src, cache, cache, positions, selected, positions, 0, sums, out)
     with pytest.raises(ShapeError, match=r"store_rows cache: expected float32 \[9, 31\]"):
         store_rows(lab.stream, lab.empty((2, 31)), positions, cache)
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "reach", "are_together"),
+    [
+        (20, 20, 4_000, True),  # 63 parts take less than 20 segments' launches
+        (4, 20, 4_000, False),
+        (4, 20, 600, True),
+        (2, 107, 8_300, False),  # the GPU would idle
+        (2, 400, 8_300, True),  # it would not
+    ],
+)
+def test_segments_attend_together_where_that_is_done_sooner(
+    count: int, rows: int, reach: int, are_together: bool
+) -> None:
+    plan = AttendPlan(count * rows, 24, 2, 256, 12_288, 512, 4, 227 << 10, 1 << 22)
+    assert can_attend_segments(plan, (rows,) * count, reach) == are_together

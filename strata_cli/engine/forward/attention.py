@@ -128,7 +128,7 @@ def _attend_together(
     blocks = max(batch.last_position // ratio, 1) if ratio else 1
     rows = min(num, model.workspace.take_all("block_scores").size // blocks)
     can_select = not ratio or can_select_segments(model.spec.indexer_head_dim, rows, segments)
-    if not (can_select and can_attend_segments(plan, segments.counts)):
+    if not (can_select and can_attend_segments(plan, segments.counts, batch.last_position)):
         return False
     index_keys = take("index_k", num) if ratio else None
     store_segments(stream, take("k", num), take("v", num), index_keys, positions, segments)

@@ -10,12 +10,15 @@ import numpy as np
 from strata_cli.engine.device.base import Launch, Stream, Tensor
 from strata_cli.engine.kernels import cache_rows, indexer
 from strata_cli.engine.kernels.attention import SOURCE as ATTENTION_SOURCE
-from strata_cli.engine.kernels.attention_plan import ENOUGH_BLOCKS, AttendPlan
+from strata_cli.engine.kernels.attention_plan import ENOUGH_BLOCKS, PART_POSITIONS, AttendPlan
 from strata_cli.engine.kernels.gpu_only import gpu_kernel
 from strata_cli.engine.kernels.products import WARP, Unit
 from strata_cli.engine.kernels.segments import Segments
 from strata_cli.engine.kernels.shapes import blocks, expect, expect_rank
 
+# Measured on an H200 (benchmarks/results/short_passes.md); they only steer.
+PART_US = 6.0  # of a tile's walk through its positions, by 64
+SEGMENT_US = 80.0  # of a segment by itself, which is at least seven launches
 STORED_AT_ONCE = 4 * cache_rows.THREADS  # floats of a row that a thread block stores
 
 
@@ -186,14 +189,19 @@ def _parts(segments: Segments, most_rows: int) -> list[Segments]:
     return [Segments(segments.table.rows(a, b), segments.counts[a:b]) for a, b in parts]
 
 
-def can_attend_segments(plan: AttendPlan, counts: tuple[int, ...]) -> bool:
-    """Whether the tiles of so many rows fill a GPU without being cut.
+def can_attend_segments(plan: AttendPlan, counts: tuple[int, ...], reach: int) -> bool:
+    """Whether tiles of all segments are done before the segments one after the other would be.
+
+    They are where they fill a GPU without being cut, and where one of them, which goes through all
+    positions, takes less time than that many launches.
 
     Args:
         plan: of all rows.
         counts: rows of each segment.
+        reach: positions, at most, that a row sees.
     """
-    return plan.num_tile_blocks(counts) >= ENOUGH_BLOCKS
+    is_short = PART_US * blocks(reach, PART_POSITIONS) <= SEGMENT_US * len(counts)
+    return is_short or plan.num_tile_blocks(counts) >= ENOUGH_BLOCKS
 
 
 def attend_segments(
