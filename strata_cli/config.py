@@ -292,7 +292,8 @@ class StrataConfig:
     )
     seed: int = setting(
         0,
-        "Seed of the sampler, 0 like any other; the same seed gives the same text.",
+        "Seed of the sampler: the same seed gives the same text. 0 is one like any other, "
+        "but to a server: there it is another for each request.",
         parse=whole_number(0, 2**64 - 1),
     )
     host: str = setting(
