@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import orjson
 
@@ -15,6 +15,7 @@ from strata_cli.engine.model.chat_prompt import encode_chat
 from strata_cli.errors import ConfigError, InputError, path_text, quoted
 from strata_cli.parsers import to_int
 
+MOST_BYTES, BLOCK_BYTES = 1 << 30, 1 << 20  # far more than any context or list of suffixes takes
 STDIN = "-"  # instead of PROMPT or of a file's name; a file named "-" is given with its folder
 
 
@@ -213,7 +214,7 @@ def _read_stdin(*, is_explicit: bool) -> bytes:
     if not is_explicit and sys.stdin.isatty():
         raise InputError("no prompt", hint='strata read "your text", --file FILE, or pipe it in')
     try:
-        return sys.stdin.buffer.read()
+        return _all_of(sys.stdin.buffer, "stdin")
     except OSError as error:
         raise InputError(
             f"cannot read the prompt from stdin: {error.strerror}", hint=hint
@@ -222,13 +223,26 @@ def _read_stdin(*, is_explicit: bool) -> bytes:
 
 def _read_file(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return _all_of(file, path_text(path))
     except OSError as error:
         raise InputError(
             f"cannot read {path_text(path)}: {error.strerror}", hint="check the path"
         ) from error
     except ValueError as error:  # a NUL in the path
         raise InputError(f"cannot read {path_text(path)}: {error}", hint="check the path") from None
+
+
+def _all_of(file: BinaryIO, origin: str) -> bytes:
+    """What a file, a pipe or a device holds; not without end, as that of /dev/zero."""
+    data = bytearray()
+    while block := file.read(BLOCK_BYTES):
+        data += block
+        if len(data) > MOST_BYTES:
+            raise InputError(
+                f"{origin} has more than {MOST_BYTES >> 20} MiB of input", hint="check the path"
+            )
+    return bytes(data)
 
 
 def _decode(data: bytes, origin: str) -> str:

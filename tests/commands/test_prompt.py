@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from strata_cli.commands import prompt
 from strata_cli.commands.prompt import PromptSource, argument_text, parse_ids
 from strata_cli.errors import InputError
 
@@ -75,6 +76,22 @@ def test_a_file_that_cannot_be_is_one_error(name: str, option: str, tmp_path: Pa
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 300
     assert caught.value.hint
+
+
+def test_what_has_no_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt, "MOST_BYTES", 5 << 20)
+    with pytest.raises(InputError, match="/dev/zero has more than 5 MiB of input"):
+        source(file=Path("/dev/zero")).read()
+    with open("/dev/zero") as endless:
+        monkeypatch.setattr("sys.stdin", endless)
+        with pytest.raises(InputError, match="stdin has more than 5 MiB of input"):
+            source(text="-").read()
+
+
+def test_a_long_file_is_read_whole(tmp_path: Path) -> None:
+    text = "all of it, " * 250_000
+    (tmp_path / "long").write_text(text)
+    assert source(file=tmp_path / "long").read() == text
 
 
 def test_ids_are_read_as_written() -> None:
