@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Literal, Self
 
@@ -17,6 +17,7 @@ from strata_cli.engine.forward.branch import BranchRoom, new_branch_room
 from strata_cli.engine.forward.loading import Notice, Progress
 from strata_cli.engine.forward.places import Planned
 from strata_cli.engine.forward.state import SequenceState, new_state
+from strata_cli.engine.one_thread import OneThread
 from strata_cli.engine.opening import Listeners, Parts, open_parts
 from strata_cli.engine.options import EngineOptions
 from strata_cli.engine.prefill.branches import Branch, read_branches
@@ -29,7 +30,7 @@ __all__ = ["Engine", "EngineOptions", "Part", "Sequence"]
 
 
 class Engine:
-    """A model on a device. Use from one thread; close() gives all memory back.
+    """A model on a device. Use from one thread at a time; close() gives all memory back.
 
     Attributes:
         spec: the model's dimensions.
@@ -57,6 +58,7 @@ class Engine:
         resources.callback(self._decoder.close)
         self._resources = resources
         self._is_closed = False
+        self._one_thread = OneThread()
         self._room: BranchRoom | None = None
         self._canonical_blocks: set[object] = set()  # one inside the other
 
@@ -114,14 +116,21 @@ class Engine:
         """Whether reads are canonical now: see canonical()."""
         return bool(self._canonical_blocks)
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Around a request: another thread's is refused meanwhile. See OneThread.using()."""
+        return self._one_thread.using()
+
     @contextmanager
     def canonical(self) -> Iterator[None]:
         """Inside the block every read is canonical: its bits depend on its tokens alone.
 
         What adapts to use is afterwards as if the block had not been. May be nested.
+
+        Raises:
+            StateError: another thread is in such a block, or in one of alone().
         """
         block = object()
-        with nullcontext() if self._canonical_blocks else self._unlearning():
+        with self.alone(), nullcontext() if self._canonical_blocks else self._unlearning():
             try:
                 self._canonical_blocks.add(block)
                 yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -87,8 +87,8 @@ class ReadRequest:
         return is_canonical(self.deterministic, self.max_tokens, bool(self.top or self.allowed_ids))
 
     def manner(self, engine: Engine) -> AbstractContextManager[None]:
-        """Around everything that is read for it."""
-        return engine.canonical() if self.is_canonical else nullcontext()
+        """Around everything that is read for it, by one thread."""
+        return engine.canonical() if self.is_canonical else engine.alone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ and conversations that made room for others, are kept in host memory.
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
@@ -253,7 +253,7 @@ class Session:
         self.close()
 
     def _manner(self) -> AbstractContextManager[None]:
-        return self.engine.canonical() if self._is_canonical else nullcontext()
+        return self.engine.canonical() if self._is_canonical else self.engine.alone()
 
     def _want(self, ids: list[int], *, logits: bool) -> Want:
         """A canonical read goes on from exact states alone, others from any."""

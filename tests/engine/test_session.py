@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,9 +18,9 @@ from strata_cli.engine.forward.state import SequenceState, Snapshot
 from strata_cli.engine.prompt_cache import CacheRules, is_prefix
 from strata_cli.engine.reading import ReadRequest
 from strata_cli.engine.sequence import Part, Sequence
-from strata_cli.engine.session import Session
+from strata_cli.engine.session import PromptRead, Session
 from strata_cli.engine.suffixes import read_suffixes
-from strata_cli.errors import InputError
+from strata_cli.errors import InputError, StateError
 from tests.engine.passes import interrupt
 from tests.engine.readings import CONTEXT, TEXT, Truth, bits
 from tests.engine.strategies import VOCAB
@@ -305,6 +307,40 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_read(
             with pytest.raises(InputError, match=match):
                 next(read_suffixes(engine, sequence, request_, [[1]]))
         assert sequence.position == 0
+
+
+@pytest.mark.parametrize("canonical", [True, False])
+def test_another_thread_is_refused_while_one_reads(
+    engine: Engine, truth: Truth, canonical: bool
+) -> None:
+    request = ReadRequest(ids=TEXT[:40], top=1, deterministic=canonical)
+    refused: list[StateError] = []
+
+    def intrude() -> None:
+        for use in (
+            lambda: reading.read_in(session, request),
+            lambda: session.read(OTHER[:9]),
+            lambda: session.score_suffixes(OTHER[:9], [[1]]),
+            lambda: next(read_suffixes(engine, session.sequence, request, [[1]])),
+        ):
+            with pytest.raises(StateError, match="another thread is using the engine") as caught:
+                use()
+            refused.append(caught.value)
+
+    def progress(_done: int, _total: int) -> None:
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+
+    with Session(engine, SMALL) as session:
+        result = reading.read_in(session, request, progress=progress)
+        assert np.array_equal(bits(result.logits), bits(truth(TEXT[:40]).logits))
+        assert refused
+        later: list[PromptRead] = []
+        thread = threading.Thread(target=lambda: later.append(session.read(OTHER[:9])))
+        thread.start()
+        thread.join()
+        assert len(later) == 1
 
 
 def test_what_stands_before_a_prompt_counts_in_the_message(engine: Engine) -> None:
