@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from strata_cli.errors import StrataError
 
@@ -58,10 +58,14 @@ def new_file(text: str) -> Path:
     return path
 
 
-def run(main: Callable[[], None]) -> None:
-    """Run a benchmark; what is wrong with its model, device or settings is told in one line."""
+def run_benchmark(main: Callable[[], int | None]) -> NoReturn:
+    """Run a benchmark; what is wrong with its model, device or settings is told in one line.
+
+    Args:
+        main: measures; returns the exit code, None for 0.
+    """
     try:
-        main()
+        sys.exit(main())
     except StrataError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -21,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.arguments import run_benchmark
+
 WORDS = ("mail", "games", "python", "fonts", "sound", "video", "net", "web", "math", "science")
 QUESTION = "Is this a game?"
 POLL_S = 0.02
@@ -99,4 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

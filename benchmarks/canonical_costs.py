@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.arguments import new_file, run, whole
+from benchmarks.arguments import new_file, run_benchmark, whole
 from strata_cli.engine import reading
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.model.tensors import load_model_file
@@ -270,4 +270,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_benchmark(main)

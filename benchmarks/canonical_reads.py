@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.arguments import new_file, run, whole
+from benchmarks.arguments import new_file, run_benchmark, whole
 from benchmarks.canonical_breaks import BREAKS, Break, share_prompts, share_steps, skip_tail
 from benchmarks.canonical_protocol import (
     MANNERS,
@@ -332,4 +332,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_benchmark(main)

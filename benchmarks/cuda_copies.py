@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.arguments import run_benchmark
 from benchmarks.graph_timing import (
     Bench,
     Case,
@@ -163,4 +164,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from unittest import mock
 import numpy as np
 from numpy.typing import DTypeLike
 
+from benchmarks.arguments import run_benchmark
 from benchmarks.timing import Clock, Row
 from strata_cli.engine.device import cuda_kernels, open_device
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
@@ -562,4 +562,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.arguments import run_benchmark
 from benchmarks.launch_times import Row, TimedStream
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
@@ -327,4 +328,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from benchmarks.arguments import run_benchmark
 from benchmarks.figures import seconds
 from strata_cli.decisions import questions
 from strata_cli.decisions.decider import Decider
@@ -145,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

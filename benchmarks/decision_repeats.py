@@ -28,6 +28,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.arguments import run_benchmark
 from benchmarks.decision_clients import OPTIONS, SECTION, STATE
 from strata_cli.engine.model.gguf import open_gguf
 from strata_cli.engine.model.vocabulary import TokenType, read_vocabulary
@@ -223,4 +224,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

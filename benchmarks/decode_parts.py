@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.arguments import run_benchmark
 from benchmarks.graph_timing import Bench, Case, record_graph, take_turns
 from benchmarks.launch_times import bytes_moved, label
 from strata_cli.engine.device.base import Kernel, KernelArgument, Launch, Stream
@@ -216,4 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.arguments import fraction, listed, new_file, or_auto, run, whole
+from benchmarks.arguments import fraction, listed, new_file, or_auto, run_benchmark, whole
 from benchmarks.cuda_model import bytes_per_token, copy_rates, machine
 from strata_cli.engine.device import open_device
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
@@ -370,4 +370,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_benchmark(main)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.arguments import run_benchmark
 from benchmarks.decode_parts import Launched, pass_of
 from benchmarks.graph_timing import Bench, record_graph
 from strata_cli.engine.device.base import empty
@@ -248,4 +249,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -15,6 +15,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from benchmarks.arguments import run_benchmark
 from benchmarks.figures import Figure, figure, seconds
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Device, Stream, Tensor, empty
@@ -142,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from benchmarks.arguments import run_benchmark
 from benchmarks.figures import Figure, figure
 from strata_cli.engine.device.host import usable_threads
 from strata_cli.engine.engine import Engine, EngineOptions
@@ -254,4 +255,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import run_benchmark
 from benchmarks.figures import Figure, figure, seconds
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Device, Stream, Tensor
@@ -141,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.experts.cpu_share import ShareGate
 from strata_cli.engine.experts.stager import StagerSize
@@ -164,4 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

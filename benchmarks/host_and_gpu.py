@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.models import DEMO_MODEL_PATH
 from tests.engine.agreement import DIVERGENCE, MARGIN, TOLERANCE, compare
 
@@ -48,4 +48,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
 from strata_cli.engine.experts.placing import ExpertHome
 from strata_cli.engine.forward.planning import Homes
@@ -167,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

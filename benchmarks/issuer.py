@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.arguments import run_benchmark
 from benchmarks.figures import Figure, figure
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Device, Tensor, empty
@@ -332,4 +333,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

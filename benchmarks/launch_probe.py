@@ -16,6 +16,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.commands.launch_report import checks_as_text, plan_as_json, plan_as_text
 from strata_cli.config import StrataConfig, field_names
 from strata_cli.engine.device.gpu_survey import survey_gpus
@@ -105,4 +106,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -20,6 +20,7 @@ import numpy as np
 import xllamacpp
 from numpy.typing import NDArray
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.engine.engine import Engine, EngineOptions
 from tests.model.rewrite import write_float_copy
 from tools.synth.prompts import zipf_prompt
@@ -79,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.arguments import listed, or_auto, whole
+from benchmarks.arguments import listed, or_auto, run_benchmark, whole
 from benchmarks.decode_table import CASES, adapting
 from strata_cli.engine.device.transfer import download
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
@@ -196,4 +196,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

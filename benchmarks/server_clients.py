@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import run_benchmark
+
 PROMPT = "The quick brown fox"
 TIMEOUT_S = 600
 PROXY_KEY = "sk-for-the-proxy-of-this-script-alone"  # it starts with none no more
@@ -329,4 +331,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import run_benchmark
+
 PROMPTS = [
     f"A small tool lists the packages of a system, and the {word} return what they found. " * 4
     for word in ("functions", "commands", "libraries", "users", "servers", "games", "texts", "maps")
@@ -251,4 +253,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

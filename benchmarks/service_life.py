@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.launch.starting import serve_command
 from strata_cli.launch.unit import STOP_S, UnitOptions, unit_text
 
@@ -258,4 +259,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.arguments import run_benchmark
 from benchmarks.figures import seconds
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.prompt_cache import CacheRules
@@ -165,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

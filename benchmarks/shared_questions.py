@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.config import StrataConfig
 from strata_cli.server.engine_process import EngineProcess
 from strata_cli.server.protocol import Done, Generate, Token
@@ -111,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.engine.device import open_device
 from strata_cli.engine.experts.arena import open_arena
 from strata_cli.engine.experts.blobs import blob_layouts
@@ -112,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.engine.engine import Engine, EngineOptions, Part, Sequence
 from strata_cli.models import DEMO_MODEL_PATH
 
@@ -135,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

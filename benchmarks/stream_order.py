@@ -15,6 +15,7 @@ import argparse
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.engine.experts.depth import AutoDepth, DepthRule, FixedDepth
 from strata_cli.engine.experts.order import by_score, expected_use, oracle
 from tests.experts.clocked import ClockedChunk, SimRouter, Speeds, Timing, rules_of
@@ -98,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

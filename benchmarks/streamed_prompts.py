@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Tensor
 from strata_cli.engine.engine import Engine, EngineOptions, Sequence
@@ -387,4 +388,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

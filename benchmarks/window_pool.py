@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.engine.decode.residency import Residency
 from strata_cli.engine.decode.sharing import ShareRules, Sharing
 from strata_cli.engine.engine import Engine, EngineOptions
@@ -166,4 +167,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -28,6 +28,7 @@ from pathlib import Path
 if not __package__:  # run as a file: the project is the folder above, whatever PYTHONPATH says
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.arguments import run_benchmark
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.models import DEMO_MODEL_PATH
 from tools.synth.prompts import zipf_prompt
@@ -198,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

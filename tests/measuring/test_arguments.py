@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.arguments import fraction, listed, new_file, or_auto, run, whole
+from benchmarks.arguments import fraction, listed, new_file, or_auto, run_benchmark, whole
 from benchmarks.canonical_reads import Bench, Facts
 from strata_cli.engine.engine import EngineOptions
 from strata_cli.errors import ConfigError
@@ -70,7 +70,7 @@ def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         raise ConfigError("no such device", hint="another")
 
     with pytest.raises(SystemExit) as ended:
-        run(main)
+        run_benchmark(main)
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: no such device\n  try: another\n"
 
