@@ -13,7 +13,7 @@ class OneThread:
     """Who uses an engine now. Finds threads that overlap by any length of time worth the name."""
 
     def __init__(self) -> None:
-        self._thread: int | None = None
+        self._blocks: dict[object, int] = {}  # that are open, and their threads
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -22,13 +22,13 @@ class OneThread:
         Raises:
             StateError: another thread is inside; what it does is not disturbed.
         """
-        me, before = threading.get_ident(), self._thread
-        if before not in (None, me):
+        me, block = threading.get_ident(), object()
+        if any(thread != me for thread in tuple(self._blocks.values())):
             raise StateError(
                 "another thread is using the engine", hint="use it from one thread at a time"
             )
         try:
-            self._thread = me
+            self._blocks[block] = me
             yield
         finally:
-            self._thread = before
+            self._blocks.pop(block, None)
