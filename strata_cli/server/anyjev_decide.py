@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -24,7 +24,7 @@ from strata_cli.server.decision_forms import (
     values_of,
 )
 from strata_cli.server.failures import Failure, RequestFailed, bad_request
-from strata_cli.server.schemas import parse
+from strata_cli.server.schemas import needed_body, parse
 from strata_cli.server.service import json_response, service_of
 
 ONE_FORWARD = "one_forward"
@@ -44,6 +44,8 @@ class DecideItem(Struct, frozen=True, kw_only=True):
 
 class DecideRequest(Struct, frozen=True, kw_only=True):
     """Body of POST /v1/decide: the fields of an item, or a list of items."""
+
+    NEEDED: ClassVar[str] = "question and state, or items"
 
     question: str | None = None
     state: str | dict[str, Any] | list[Any] | None = None
@@ -78,7 +80,7 @@ def failure_answer(failure: Failure) -> Response:
 async def decide(request: Request) -> Response:
     """Answer one question, or each of a list."""
     service = service_of(request)
-    body = await read_json(request, service.limits)
+    body = await read_json(request, service.limits, DecideRequest)
     _check_shape(body)
     assert isinstance(body, Mapping)
     if body.get("items") is None:
@@ -96,7 +98,7 @@ async def decide(request: Request) -> Response:
 
 def _check_shape(body: object) -> None:
     if not isinstance(body, Mapping):
-        raise bad_request("the body must be a JSON object")
+        raise bad_request(f"the body must be {needed_body(DecideRequest)}")
     if "questions" in body and "question" not in body and "items" not in body:
         raise bad_request(
             "this route takes one question, or items; a map of questions goes to /v1/systemone, "

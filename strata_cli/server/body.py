@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+from msgspec import Struct
 from starlette.requests import Request
 
 from strata_cli.json_objects import RepeatedKeyError, check_keys
@@ -20,17 +21,41 @@ from strata_cli.server.failures import (
     bad_request,
 )
 from strata_cli.server.limits import Limits
+from strata_cli.server.schemas import needed_body, needed_fields
+
+WHITESPACE = b" \t\r\n"
+"""Bytes that mean nothing around a JSON value."""
 
 
-async def read_json(request: Request, limits: Limits) -> object:
-    """The JSON value of a body.
+async def read_json(request: Request, limits: Limits, kind: type[Struct]) -> object:
+    """The JSON value of a body; of an empty one {}, where no field is needed.
+
+    Args:
+        request: whose body it is.
+        limits: of size and time.
+        kind: the class of the fields, which are not checked here.
 
     Raises:
-        RequestFailed: see read_body(); 400, it is not JSON, or an object of it has a key
-            twice.
+        RequestFailed: see read_body(); 400, it is not JSON, an object of it has a key
+            twice, or it is empty and a field is needed.
         ClientDisconnect: the client went away.
     """
-    return _decode(await read_body(request, limits))
+    data = await read_body(request, limits)
+    if not is_empty(data):
+        return _decode(data)
+    if needed_fields(kind):
+        raise bad_request(empty_body(kind), code="invalid_json")
+    return {}
+
+
+def is_empty(data: bytes) -> bool:
+    """Whether a body says nothing."""
+    return not data.strip(WHITESPACE)
+
+
+def empty_body(kind: type[Struct]) -> str:
+    """What is said of an empty body of this kind."""
+    return f"the body is empty; it must be {needed_body(kind)}"
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:

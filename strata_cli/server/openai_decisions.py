@@ -162,7 +162,7 @@ class DecisionsAnswer(Struct, frozen=True, kw_only=True):
 async def decisions(request: Request) -> Response:
     """Answer a list of questions about an input."""
     service = service_of(request)
-    body = await read_json(request, service.limits)
+    body = await read_json(request, service.limits, DecisionsRequest)
     _check_shape(body)
     parsed = parse(body, DecisionsRequest)
     asked = parsed.request

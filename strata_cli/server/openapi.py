@@ -208,7 +208,10 @@ def _post(route: _Post) -> dict[str, Any]:
         content["text/event-stream"] = {}
     return {
         "summary": route.summary,
-        "requestBody": {"required": True, "content": {JSON: {"schema": _ref(route.body)}}},
+        "requestBody": {
+            "required": bool(schemas.needed_fields(route.body)),
+            "content": {JSON: {"schema": _ref(route.body)}},
+        },
         "responses": {
             "200": {"description": "The answer.", "content": content},
             **_errors(*ERRORS, *route.errors, kind=route.failure),

@@ -8,7 +8,7 @@ same classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -130,6 +130,8 @@ class ChatRequest(Request, frozen=True, kw_only=True):
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
     """Body of POST /tokenize: a prompt, or messages that the chat template makes one of."""
 
+    NEEDED: ClassVar[str] = "prompt or messages"
+
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -212,6 +214,24 @@ class Parsed(NamedTuple, Generic[S]):
     ignored: tuple[str, ...]
 
 
+def needed_fields(kind: type[Struct]) -> str:
+    """What a body cannot lack, in words; empty: nothing, so that no body at all will do.
+
+    Args:
+        kind: the class of its fields; NEEDED in it says what their types do not.
+    """
+    named = getattr(kind, "NEEDED", "")
+    required = [one.encode_name for one in msgspec.structs.fields(kind) if one.required]
+    *others, last = required or [""]
+    return named or (f"{', '.join(others)} and {last}" if others else last)
+
+
+def needed_body(kind: type[Struct]) -> str:
+    """What a body must be, in words."""
+    fields = needed_fields(kind)
+    return f"a JSON object with {fields}" if fields else "a JSON object"
+
+
 def parse(body: object, kind: type[S]) -> Parsed[S]:
     """Check a request's JSON.
 
@@ -223,7 +243,7 @@ def parse(body: object, kind: type[S]) -> Parsed[S]:
         RequestFailed: 400 that names the field.
     """
     if not isinstance(body, dict):
-        raise bad_request("the body must be a JSON object")
+        raise bad_request(f"the body must be {needed_body(kind)}")
     for name in REFUSED.keys() & body.keys():
         _refuse(name, body[name])
     try:

@@ -76,7 +76,7 @@ class Service:
         Raises:
             RequestFailed: see body.read_json and schemas.parse.
         """
-        return parse(await read_json(request, self.limits), kind)
+        return parse(await read_json(request, self.limits, kind), kind)
 
 
 def service_of(request: Request) -> Service:

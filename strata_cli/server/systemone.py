@@ -14,7 +14,7 @@ from strata_cli.decisions.answers import Decision
 from strata_cli.decisions.questions import MOST_LEVELS, MOST_OPTIONS, Question, yes_no
 from strata_cli.decisions.states import state_text
 from strata_cli.json_objects import RepeatedKeyError, check_keys
-from strata_cli.server.body import read_body
+from strata_cli.server.body import empty_body, is_empty, read_body
 from strata_cli.server.decision_backend import ContextError
 from strata_cli.server.decision_forms import (
     Described,
@@ -37,6 +37,7 @@ from strata_cli.server.failures import (
     bad_request,
     for_system_one,
 )
+from strata_cli.server.schemas import needed_body
 from strata_cli.server.service import json_response, request_id, service_of
 
 MOST_QUESTIONS = 400
@@ -225,8 +226,10 @@ def _object(data: bytes) -> dict[str, Any]:
     """The body; a key that occurs twice in an object of it is refused.
 
     Raises:
-        Invalid: it is no object, or no JSON.
+        Invalid: it is empty, no object, or no JSON.
     """
+    if is_empty(data):
+        raise Invalid((), empty_body(SystemOneRequest), "missing")
     try:
         body = msgspec.json.decode(data)
         check_keys(data)
@@ -237,7 +240,7 @@ def _object(data: bytes) -> dict[str, Any]:
     except RecursionError:
         raise Invalid((), "nested too deeply", "json_invalid") from None
     if not isinstance(body, dict):
-        raise Invalid((), "must be a JSON object", "dict_type")
+        raise Invalid((), f"must be {needed_body(SystemOneRequest)}", "dict_type")
     return body
 
 

@@ -52,6 +52,25 @@ def test_what_is_no_json_is_a_bad_request(body: bytes) -> None:
     assert (answer.status, answer.error["code"]) == (400, "invalid_json")
 
 
+NEEDED = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/v1/systemone": "state and questions",
+    "/v1/decisions": "model, input and questions",
+    "/v1/decide": "question and state, or items",
+    "/tokenize": "prompt or messages",
+    "/detokenize": "tokens",
+}
+
+
+@pytest.mark.parametrize("body", [b"", b"\n", b"[]"])
+@pytest.mark.parametrize("path", NEEDED)
+def test_a_body_without_fields_is_told_which_are_needed(path: str, body: bytes) -> None:
+    answer = asyncio.run(call(new_app(FakeEngine()), "POST", path, body, headers=JSON))
+    assert answer.status == (422 if path == "/v1/systemone" else 400)
+    assert f"be a JSON object with {NEEDED[path]}" in str(answer.json["error"])
+
+
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "decide", "decisions"])
 def test_a_key_that_is_there_twice_is_a_bad_request(path: str) -> None:
     body = b'{"state": "x", "more": [{"a": 1, "a": 1}]}'

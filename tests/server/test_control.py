@@ -15,7 +15,7 @@ from strata_cli.server.idling import unload_when_idle
 from strata_cli.server.protocol import Counters, Status
 from strata_cli.server.queue import RequestQueue
 from strata_cli.server.texts import ModelTexts
-from tests.server.asgi import ask, get, post
+from tests.server.asgi import ask, call, get, post
 from tests.server.fake_engine import FakeEngine, new_app, new_service, tokenizer
 
 WORLD = tokenizer().encode(" world", parse_special=False)
@@ -75,6 +75,17 @@ def test_unloading_and_loading() -> None:
     assert engine.state == "stopped"
     assert ask(app, "/v1/load", model="small").json == {"model": "small", "loaded": True}
     assert ask(app, "/v1/load", model="other").status == 404
+
+
+@pytest.mark.parametrize("body", [b"", b" \r\n"])
+def test_an_empty_body_is_an_empty_object_where_no_field_is_needed(body: bytes) -> None:
+    engine = FakeEngine(WORLD)
+    app = new_app(engine)
+    document = get(app, "/openapi.json").json
+    for path, state in (("/v1/unload", "stopped"), ("/v1/load", "ready")):
+        answer = asyncio.run(call(app, "POST", path, body))
+        assert (answer.status, engine.state) == (200, state)
+        assert document["paths"][path]["post"]["requestBody"]["required"] is False
 
 
 def test_loading_may_leave_memory_to_others() -> None:
