@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from strata_cli import __version__
 from strata_cli.server import anyjev_decide, openai_decisions, replies, schemas, systemone
+from strata_cli.server.access import PUBLIC_PATHS
 from strata_cli.server.service import json_response
 
 REF = "#/components/schemas/{name}"
@@ -196,6 +197,8 @@ def _get(path: str, summary: str) -> dict[str, Any]:
     answers: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     if path == "/health":
         answers["503"] = {"description": "It would not.", "content": {JSON: {}}}
+    if path in PUBLIC_PATHS:
+        return {"summary": summary, "security": [], "responses": answers | _errors("403")}
     return {"summary": summary, "responses": answers | _errors("401", "403")}
 
 

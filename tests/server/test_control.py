@@ -9,6 +9,7 @@ import pytest
 
 from strata_cli.engine.experts.residency_counts import ResidencyCounts
 from strata_cli.models import DEMO_MODEL_PATH
+from strata_cli.server.access import AccessRules
 from strata_cli.server.app import create_app
 from strata_cli.server.asking import SamplingDefaults
 from strata_cli.server.idling import unload_when_idle
@@ -241,6 +242,16 @@ def test_other_routes_and_methods_are_answered_in_json() -> None:
     assert get(app, "/nothing").error["type"] == "not_found_error"
     answer = get(app, "/v1/completions")
     assert (answer.status, answer.headers["allow"]) == (405, "POST")
+
+
+def test_the_document_asks_for_a_key_where_the_server_does() -> None:
+    app = new_app(FakeEngine(), rules=AccessRules(listen="127.0.0.1", api_key="sesame"))
+    document = get(app, "/openapi.json").json
+    for path, methods in document["paths"].items():
+        ((method, described),) = methods.items()
+        status = asyncio.run(call(app, method.upper(), path)).status
+        assert ("401" in described["responses"]) is (status == 401)
+        assert (described.get("security") == []) is (status != 401)
 
 
 def test_the_document_describes_every_route_and_its_fields() -> None:
