@@ -88,8 +88,8 @@ def _how(decision: Decision) -> str:
     what, mass = "options" if decision.question.by_text else "labels", diagnostics["answer_mass"]
     shown = f"{mass:.3f}" if mass >= 0.001 else f"{mass:.3g}"
     parts = [f"level {decision.level}", f"{what} hold {shown} of the mass"]
-    if "order_flip_raw" in diagnostics:
-        parts.append(f"order flips {diagnostics['order_flip_raw']:.2f}")
+    if decision.flips is not None:
+        parts.append(f"order flips {decision.flips[0]:.2f}")
     return ", ".join(parts)
 
 

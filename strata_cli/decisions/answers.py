@@ -55,6 +55,14 @@ class Decision:
         return self.probabilities[self.top]
 
     @property
+    def flips(self) -> tuple[float, float] | None:
+        """Shares of the other orders with another answer, at raw and at L0; None: no other read."""
+        known = self.diagnostics
+        if "order_flip_raw" not in known or known["permutations"] < 2:
+            return None
+        return known["order_flip_raw"], known["order_flip_l0"]
+
+    @property
     def warnings(self) -> list[str]:
         """What makes this answer worth less than it looks; mostly nothing."""
         found = []

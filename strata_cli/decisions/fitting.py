@@ -124,10 +124,9 @@ def check_enough(num_states: int) -> None:
 
 def sample(decision: Decision, right: int) -> Sample:
     """What is kept of an answer at L0."""
-    known = decision.diagnostics
-    flips = (known["order_flip_raw"], known["order_flip_l0"]) if "order_flip_raw" in known else None
-    raw = np.array(list(known["raw_probs"].values()))
-    return Sample(raw, np.array(list(decision.probabilities.values())), right, flips)
+    raw = np.array(list(decision.diagnostics["raw_probs"].values()))
+    l0 = np.array(list(decision.probabilities.values()))
+    return Sample(raw, l0, right, decision.flips)
 
 
 def fit(question: Question, samples: Sequence[Sample]) -> Fit:

@@ -107,6 +107,19 @@ def test_people_get_a_bar_for_each_option(capsys: pytest.CaptureFixture[str]) ->
     assert [line.split()[0] for line in lines[1:5]] == ["mail", "games", "python", "fonts"]
     assert lines[2].count("#") > 15 > max(line.count("#") for line in (lines[1], lines[3]))
     assert lines[5].startswith("  answer: games  (level L0, labels hold ")
+    assert ", order flips 0." in lines[5]
+
+
+@pytest.mark.parametrize(
+    "answers", [["--scale", "0", "10"], ["--score", "slow", "--score", "fast"]]
+)
+def test_levels_are_read_in_one_order_which_flips_nothing(
+    capsys: pytest.CaptureFixture[str], answers: list[str]
+) -> None:
+    assert run(strata, ["decide", STATE, "-q", "How fast is it?", *answers]) == 0
+    shown = capsys.readouterr().out
+    assert " of the mass)\n" in shown
+    assert "order flips" not in shown
 
 
 @pytest.mark.parametrize(

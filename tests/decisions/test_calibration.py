@@ -13,7 +13,7 @@ import pytest
 from strata_cli.decisions import questions
 from strata_cli.decisions.calibration import Calibration, calibration_as_json, parse_calibration
 from strata_cli.decisions.decider import Decider
-from strata_cli.decisions.fitting import Sample, fit
+from strata_cli.decisions.fitting import Sample, fit, sample
 from strata_cli.decisions.labelled import option_index, right_answers
 from strata_cli.decisions.measures import (
     Judged,
@@ -57,6 +57,13 @@ def test_a_temperature_undoes_overconfidence() -> None:
     assert raw.accuracy == l0.accuracy == l1.accuracy
     assert l1.ece < 0.05 < 0.15 < l0.ece
     assert (raw.flips, l0.flips, l1.flips) == (0.25, 0.125, 0.125)
+
+
+def test_orders_flip_where_there_is_more_than_one(engine: Engine) -> None:
+    with Decider(engine) as decider:
+        found = decider.decide(STATE, [CHOICE, YES_NO, SCALE, LEVELS]).decisions
+    assert [one.diagnostics["permutations"] for one in found] == [4, 2, 1, 1]
+    assert [sample(one, 0).flips is None for one in found] == [False, False, True, True]
 
 
 def test_few_states_are_refused() -> None:
