@@ -8,9 +8,6 @@ from strata_cli.decisions.fitting import Figures, Fit
 from strata_cli.decisions.measures import Bin, Judged, calibration_bins
 
 PLOT_BINS, PLOT_COLUMNS = 10, 40
-END_NOTE = (
-    "  warning: that is as far as temperatures go; too few answers are wrong, or right, to fit on"
-)
 LEGEND = f"confidence from 0 to 1 over {PLOT_COLUMNS} columns: o said, x true, * both"
 
 
@@ -24,7 +21,7 @@ def _block(fit: Fit) -> str:
         fit.question.text,
         f"  temperature {fit.temperature:.3f}, fitted on {fit.num_fitted} states; the figures are "
         f"about {fit.num_tested} others",
-        *([END_NOTE] if fit.is_at_end else []),
+        *(f"  warning: {warning}" for warning in fit.warnings),
         "",
         f"  {'level':<6} {'accuracy':>8} {'ECE':>8} {'flips':>8} {'coverage at 5 % risk':>21} "
         f"{'(risk)':>8}",

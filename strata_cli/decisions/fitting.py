@@ -6,6 +6,7 @@ States take turns: the first, third, fifth ... are fitted on, the figures are ab
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,9 +28,12 @@ from strata_cli.decisions.measures import (
     select,
 )
 from strata_cli.decisions.questions import Question
-from strata_cli.errors import InputError
+from strata_cli.errors import InputError, quoted
 
 LEAST_STATES = 100
+FEW_OF_LABEL = 8
+"""So many or more of a label are all in one half by chance once in 128 files."""
+MOST_NAMED = 5
 
 
 class Sample(NamedTuple):
@@ -78,6 +82,7 @@ class Fit:
         num_fitted: states that it was fitted on.
         levels: by level, on the other states.
         judged: by level, the answers to those.
+        labels: by half, fitted on and others, how many states have each option as their label.
     """
 
     question: Question
@@ -85,11 +90,28 @@ class Fit:
     num_fitted: int
     levels: dict[str, Figures]
     judged: dict[str, Judged]
+    labels: tuple[Counter[int], Counter[int]]
 
     @property
-    def is_at_end(self) -> bool:
-        """Whether the fit ran into an end of what temperatures may be: there was little to fit."""
-        return self.temperature in (LEAST_TEMPERATURE, MOST_TEMPERATURE)
+    def warnings(self) -> list[str]:
+        """What makes the temperature or the figures worth less than they look; mostly nothing."""
+        found = []
+        if self.temperature in (LEAST_TEMPERATURE, MOST_TEMPERATURE):
+            found.append(
+                f"a temperature of {self.temperature:g} is as far as they go: too few answers are "
+                "wrong, or right, to fit on"
+            )
+        fitted, tested = self.labels
+        if len(fitted | tested) == 1:
+            found.append(
+                f"all states have the label {self._named(fitted)}: what is fitted and measured "
+                "says nothing about other answers; label states of which another is right"
+            )
+        return [
+            *found,
+            *self._lacking("that were fitted on", fitted, tested),
+            *self._lacking("that the figures are about", tested, fitted),
+        ]
 
     @property
     def num_tested(self) -> int:
@@ -106,7 +128,24 @@ class Fit:
             "fitted_states": self.num_fitted,
             "tested_states": self.num_tested,
             "tested": {level: figures._asdict() for level, figures in self.levels.items()},
+            "warnings": self.warnings,
         }
+
+    def _lacking(self, which: str, half: Counter[int], other: Counter[int]) -> list[str]:
+        """A warning where a label of the other half is none of this one's."""
+        missing = Counter({index: count for index, count in other.items() if index not in half})
+        if not missing:
+            return []
+        is_chance = max(missing.values()) < FEW_OF_LABEL
+        advice = "label more states so" if is_chance else "shuffle the lines of the file"
+        return [
+            f"none of the {half.total()} states {which} has the label {self._named(missing)}, and "
+            f"{missing.total()} of the {other.total()} others have: {advice}, and calibrate again"
+        ]
+
+    def _named(self, labels: Counter[int]) -> str:
+        names = [quoted(self.question.options[index]) for index in sorted(labels)]
+        return " or ".join(names[:MOST_NAMED]) + ", …" * (len(names) > MOST_NAMED)
 
 
 def check_enough(num_states: int) -> None:
@@ -151,6 +190,7 @@ def fit(question: Question, samples: Sequence[Sample]) -> Fit:
         num_fitted=len(fitted),
         levels=figures,
         judged=halves[1],
+        labels=(Counter(one.right for one in fitted), Counter(one.right for one in tested)),
     )
 
 

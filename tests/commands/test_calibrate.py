@@ -50,6 +50,9 @@ def test_what_is_fitted_is_shown_kept_and_used(
         *("raw", "L0", "L1")
     ]
     (kept,) = orjson.loads(Path("c.json").read_bytes())["questions"].values()
+    lacking = "none of the 3 states that the figures are about has the label 'Yes'"
+    assert f"  warning: {lacking}" in shown
+    assert any(one.startswith(lacking) for one in kept["warnings"])
     assert set(kept["tested"]["L1"]) == {"accuracy", "ece", "flips", "coverage", "risk"}
     use = ["decide", STATES[0][0], *ASK, "--json", "--level", "L1", "--calibration", "c.json"]
     assert run(strata, use) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,40 @@ def test_few_states_are_refused() -> None:
     with pytest.raises(InputError, match="99 labelled states are too few: 100 are the least"):
         fit(CHOICE, samples(99, 1.0))
     assert fit(CHOICE, samples(100, 1.0)).num_tested == 50
+
+
+@pytest.mark.parametrize(
+    ("rights", "warnings"),
+    [
+        ([0, 0, 1, 1, 2, 2, 3, 3], []),
+        (
+            [0, 1],
+            [
+                "none of the 50 states that were fitted on has the label 'games', and 50 of the 50 "
+                "others have: shuffle the lines of the file, and calibrate again",
+                "none of the 50 states that the figures are about has the label 'mail', and 50 of "
+                "the 50 others have: shuffle the lines of the file, and calibrate again",
+            ],
+        ),
+        (
+            [0] * 99 + [3],
+            [
+                "none of the 50 states that were fitted on has the label 'fonts', and 1 of the 50 "
+                "others have: label more states so, and calibrate again",
+            ],
+        ),
+        ([1], ["all states have the label 'games': what is fitted and measured says nothing"]),
+    ],
+)
+def test_a_half_without_a_label_is_warned_of(rights: list[int], warnings: list[str]) -> None:
+    found = [
+        one._replace(right=right)
+        for one, right in zip(samples(100, 1.0), itertools.cycle(rights), strict=False)
+    ]
+    told = [one for one in fit(CHOICE, found).warnings if not one.startswith("a temperature of")]
+    assert len(told) == len(warnings)
+    for one, expected in zip(told, warnings, strict=True):
+        assert one.startswith(expected)
 
 
 def test_measures_of_a_case_done_by_hand() -> None:
