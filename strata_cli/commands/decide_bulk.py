@@ -29,6 +29,7 @@ from strata_cli.decisions.decider import Decider
 from strata_cli.decisions.questions import Question
 from strata_cli.decisions.ray_job import RayJob, answer_on_ray, import_ray
 from strata_cli.decisions.rules import DecisionRules
+from strata_cli.engine.device import auto_name
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.from_settings import engine_options
 from strata_cli.errors import ConfigError, InputError, path_text
@@ -144,7 +145,7 @@ class BulkFlags:
             raise ConfigError(
                 "--ray needs --device host or cuda:0, not auto: workers on another kind of device "
                 "would give other bits",
-                hint="--device cuda:0",
+                hint=f"--device {auto_name()}, which auto would take on this machine",
             )
 
     def check(self, inputs: Mapping[str, str]) -> None:

@@ -17,7 +17,9 @@ from strata_cli.decisions.bulk_input import read_lines
 from strata_cli.decisions.questions import choice
 from strata_cli.decisions.ray_job import Chunk, RayJob, Worker, chunks_of
 from strata_cli.decisions.rules import DecisionRules
+from strata_cli.engine.device import cuda_driver
 from strata_cli.engine.engine import Engine, EngineOptions
+from strata_cli.errors import ConfigError
 from strata_cli.models import DEMO_MODEL_PATH
 
 STATES = [
@@ -117,6 +119,24 @@ def test_what_cannot_be_run_is_one_error_before_the_model_loads(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_ray_is_told_the_device_that_works_here(
+    states: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    has_gpu: bool,
+) -> None:
+    def find(ordinal: int) -> None:
+        if not has_gpu:
+            raise ConfigError(f"there is no device cuda:{ordinal}: found 0 GPU(s)")
+
+    monkeypatch.setattr(cuda_driver, "find_gpu", find)
+    assert bulk(states, tmp_path / "rows", *RAW, "--device", "auto", "--ray") == 2
+    device = "cuda:0" if has_gpu else "host"
+    assert f"  try: --device {device}, which auto" in capsys.readouterr().err
 
 
 def test_a_ray_worker_gives_the_rows_of_the_local_run(states: Path, tmp_path: Path) -> None:

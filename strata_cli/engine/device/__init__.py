@@ -8,7 +8,7 @@ from pathlib import Path
 
 from strata_cli.engine.device.base import Device
 from strata_cli.engine.device.host import HostDevice
-from strata_cli.errors import ConfigError
+from strata_cli.errors import ConfigError, DeviceError
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,17 @@ def open_device(
     if re.fullmatch(r"cuda:\d+", name):
         return _open_cuda(int(name.partition(":")[2]), vram_bytes, vram_reserve_bytes)
     raise ConfigError(f"unknown device {name!r}", hint="auto, host, or cuda:N such as cuda:0")
+
+
+def auto_name() -> str:
+    """What "auto" would take here: "cuda:0" where that GPU can be used, else "host"."""
+    from strata_cli.engine.device.cuda_driver import find_gpu  # slow to import
+
+    try:
+        find_gpu(0)
+    except (ConfigError, DeviceError):
+        return "host"
+    return "cuda:0"
 
 
 def _open_auto(threads: int, vram_bytes: int, vram_reserve_bytes: int) -> Device:
