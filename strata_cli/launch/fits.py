@@ -88,6 +88,11 @@ class ModelFacts(Protocol):
         ...
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """What it is read from, first shard first."""
+        ...
+
+    @property
     def name(self) -> str:
         """What it calls itself."""
         ...
@@ -128,6 +133,7 @@ class FileFacts:
     def __init__(self, model: ModelFile, path: Path | None) -> None:
         self._model = model
         self.path = path
+        self.files = model.file.paths
         self.name = _printable(model.spec.name or (model_stem(path) if path else ""))
         self.file_bytes = sum(info.nbytes for info in model.tensors.values())
         self.table_bytes = model.tensors[NGRAM_TABLE].nbytes if NGRAM_TABLE in model.tensors else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from strata_cli.engine.device.gpu_survey import GpuFacts
 from strata_cli.engine.device.sizes import gib
+from strata_cli.errors import path_text
 from strata_cli.launch.contexts import fit_model
 from strata_cli.launch.devices import choose_device
 from strata_cli.launch.fits import Fit, ModelFacts
@@ -18,6 +20,8 @@ from strata_cli.launch.refusals import check_locking, check_memory, check_port, 
 from strata_cli.launch.tiers import Tier, tiers_of
 
 RESERVE_MIB, DISPLAY_RESERVE_MIB = 700, 1024
+TURNING_GBPS = 0.1  # of a disk that turns, where it was not measured
+SOON_S = 2.0  # a file that is read in so long is not worth a note
 FEW_SHARE = 0.05  # of the experts: with so few in the cache, nearly every one comes over the link
 
 
@@ -211,14 +215,25 @@ def _notes(
             "the rest is read from the disk again and again"
         )
     is_file_in_use = gpu is None or (fit.is_streamed and fit.pinned_bytes < fit.experts_bytes)
-    if machine.disk.is_rotational and is_file_in_use:
+    read_s = model.file_bytes / 1e9 / (machine.disk.read_gbps or TURNING_GBPS)
+    if machine.disk.is_rotational and is_file_in_use and read_s > SOON_S:
         notes.append(
-            "the model's file is used where it lies, and its disk turns: what is not in memory "
-            "yet comes slowly, row by row; cat FILE > /dev/null brings it there first"
+            "the model's file is used where it lies, and its disk turns: what is not in memory yet "
+            f"comes slowly, row by row; cat {_files(model)} > /dev/null brings it there first, in "
+            f"about {read_s:.0f} s"
         )
     if wishes.service == "user":
         notes.append("a user's services end with the login, but for: loginctl enable-linger")
     return notes
+
+
+def _files(model: ModelFacts) -> str:
+    """Its files, as a shell takes them: of shards, whose names differ in a number, a pattern."""
+    first = path_text(model.files[0])
+    if len(model.files) == 1:
+        return shlex.quote(first)
+    head, _, tail = first.rpartition("-00001-of-")
+    return f"{shlex.quote(head)}-*-of-{shlex.quote(tail)}"
 
 
 def _load_s(machine: Machine, model: ModelFacts, gpu: GpuFacts | None) -> float | None:

@@ -55,6 +55,7 @@ class MadeUpModel:
     """ModelFacts of a model of a few numbers; asks are kept."""
 
     path: Path | None = Path("/models/made-up.gguf")
+    files: tuple[Path, ...] = (Path("/models/made-up.gguf"),)
     name: str = "Made-Up 60B"
     dense_bytes: int = 3 * GIB
     experts_bytes: int = 30 * GIB

@@ -32,6 +32,7 @@ def described(free_bytes: int) -> DescribedGpu:
 def test_the_embedded_model_fits_in_ways_that_its_device_allows() -> None:
     with load_model_file(DEMO_MODEL_PATH) as model:
         facts = FileFacts(model, None)
+        assert facts.files == (DEMO_MODEL_PATH,)
         assert facts.name == "strata-demo"
         assert facts.num_experts == model.spec.num_layers * model.spec.num_experts
         large = facts.fit(FitWishes(), described(1 << 30))

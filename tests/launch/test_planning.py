@@ -119,6 +119,36 @@ def test_a_disk_that_turns_is_told_of_where_the_file_is_used_in_place(
     assert any("its disk turns" in note for note in plan(turning).notes) is is_told
 
 
+@pytest.mark.parametrize(
+    ("files", "shown"),
+    [
+        (("/models/made-up.gguf",), "cat /models/made-up.gguf > /dev/null"),
+        (("/my models/it.gguf",), "cat '/my models/it.gguf' > /dev/null"),
+        (
+            ("/my models/it-00001-of-00002.gguf", "/my models/it-00002-of-00002.gguf"),
+            "cat '/my models/it'-*-of-00002.gguf > /dev/null",
+        ),
+    ],
+)
+def test_a_note_about_the_file_names_it(files: tuple[str, ...], shown: str) -> None:
+    machine = a_machine(disk=Disk(400 * GIB, is_rotational=True, read_gbps=0.1))
+    (note,) = plan(machine, MadeUpModel(path=None, files=tuple(map(Path, files)))).notes
+    assert shown in note
+    assert note.endswith("in about 440 s")
+
+
+@pytest.mark.parametrize(
+    ("read_gbps", "file_mib", "is_told"),
+    [(None, 17, False), (0.02, 17, False), (None, 400, True), (0.8, 400, False)],
+)
+def test_a_file_that_is_soon_read_is_not_warned_of(
+    read_gbps: float | None, file_mib: int, is_told: bool
+) -> None:
+    machine = a_machine(disk=Disk(400 * GIB, is_rotational=True, read_gbps=read_gbps))
+    model = MadeUpModel(dense_bytes=file_mib * MIB, experts_bytes=0, table_bytes=0)
+    assert bool(plan(machine, model).notes) is is_told
+
+
 def test_the_gpu_with_most_free_memory_is_taken() -> None:
     gpus = (a_gpu(free_bytes=9 * GIB), a_gpu(ordinal=1), a_gpu(ordinal=2, problem="too old"))
     assert plan(a_machine(*gpus)).value("device") == "cuda:1"
