@@ -363,7 +363,7 @@ def test_an_end_left_to_the_garbage_collector_disturbs_no_other_prompt(
         assert issuers()
 
         def collected(stream: ChunkStream, *args: Any) -> None:
-            assert len(issuers()) == 1
+            assert len(issuers()) <= 1
             loan = cache.loan
             assert loan is not None or pinned is not None
             while left:
