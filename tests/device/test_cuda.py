@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from strata_cli.engine.device import cuda_kernels, cuda_pinned
+from strata_cli.engine.device import cuda_kernels, cuda_pinned, cuda_stream
 from strata_cli.engine.device.base import (
     Call,
     Home,
@@ -32,6 +32,7 @@ from strata_cli.engine.device.base import (
     empty,
 )
 from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
+from strata_cli.engine.device.cuda_calls import host_calls
 from strata_cli.engine.device.cuda_driver import check, failed, find_gpu
 from strata_cli.engine.device.cuda_memory import CudaBuffer, spans
 from strata_cli.engine.device.cuda_pinned import Piece, mapped_address, register
@@ -180,6 +181,28 @@ def test_dropped_memory_is_freed_at_the_next_allocation(
     gc.collect()
     device.close()
     assert not driver.allocated
+
+
+def test_dropped_pages_are_unlocked_at_the_next_locking(
+    device: CudaDevice, driver: FakeDriver
+) -> None:
+    """Else they could stay locked for as long as nobody asks for memory of the device."""
+    device.allocate_pinned(8)
+    gc.collect()
+    assert len(driver.registered) == 1
+    kept = device.allocate_pinned(8)
+    assert len(driver.registered) == 1
+    kept.close()
+    assert not driver.registered
+
+
+def test_pages_are_unlocked_behind_the_copies_that_use_them(
+    device: CudaDevice, driver: FakeDriver
+) -> None:
+    buffer = device.allocate_pinned(8)
+    driver.calls.clear()
+    buffer.close()
+    assert driver.names()[-2:] == ["cuCtxSynchronize", "cuMemHostUnregister"]
 
 
 def test_closing_the_device_frees_everything(device: CudaDevice, driver: FakeDriver) -> None:
@@ -658,6 +681,22 @@ def test_a_graph_keeps_its_buffers(device: CudaDevice, driver: FakeDriver) -> No
     device.memory()
     assert not driver.allocated
     assert "cuGraphExecDestroy" in driver.names()
+
+
+def test_a_dropped_graph_keeps_its_host_functions_until_it_is_destroyed(
+    device: CudaDevice, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU may still be at it."""
+    monkeypatch.setattr(cuda_stream, "launch_in_graph", lambda *_: (Result.CUDA_SUCCESS,))
+    stream, before = device.stream("compute"), len(host_calls.pending)
+    with stream.capture():
+        stream.call(lambda: None)
+    gc.collect()
+    assert "cuGraphExecDestroy" not in driver.names()
+    assert len(host_calls.pending) == before + 1
+    device.memory()
+    assert "cuGraphExecDestroy" in driver.names()
+    assert len(host_calls.pending) == before
 
 
 @pytest.mark.parametrize("call", ["cuStreamBeginCapture", "cuStreamEndCapture", "cuMemsetD8Async"])

@@ -138,6 +138,7 @@ def test_a_dropped_owner_gives_back_at_the_next_reap(sheltered: Shelter) -> None
     held.reap()
     held.reap()
     assert given.times == 1
+    assert not held._claims
 
 
 def test_what_was_given_back_is_forgotten(sheltered: Shelter) -> None:
@@ -182,3 +183,12 @@ def test_behind_its_end_work_is_done_by_who_asks(sheltered: Shelter) -> None:
     sheltered.close()
     sheltered.run(lambda: seen.append(threading.current_thread().name))
     assert seen == [threading.main_thread().name]
+
+
+def test_nobody_waits_behind_the_end(sheltered: Shelter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks while the thread ends may be behind its last look."""
+    was_closed: list[bool] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(sheltered._thread, "join", lambda: was_closed.append(sheltered._is_closed))
+        sheltered.close()
+    assert was_closed == [True]

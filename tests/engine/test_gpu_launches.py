@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,9 @@ from strata_cli.engine.device.nvrtc import Compiler
 from strata_cli.engine.engine import Engine, EngineOptions
 from strata_cli.engine.experts.placing import ExpertHome
 from strata_cli.engine.forward import layer_parts, layers, patterns
+from strata_cli.engine.forward.patterns import Patterns
 from strata_cli.engine.forward.planning import Homes
+from strata_cli.engine.kernels import cache_segments
 from strata_cli.engine.sequence import Part, Sequence
 from strata_cli.errors import ConfigError
 from tests.device.cubin_driver import CubinDriver, Launched, hopper
@@ -203,6 +206,68 @@ def test_experts_of_sequences_one_by_one_are_repeated_too(
         repeated = read()
         monkeypatch.setattr(layers, "MOST_REPEATED_TOKENS", 0)
         assert repeated == read()
+
+
+@pytest.mark.usefixtures("no_patterns")
+def test_branches_are_not_taken_for_sequences_that_go_on(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave the state as it was; otherwise they have the same rows, alone and together."""
+    with paper.engine.sequence() as one, paper.engine.sequence() as two:
+
+        def read() -> list[Launched]:
+            one.reset()
+            two.reset()
+            found = paper.driver.launched = list[Launched]()
+            for _ in range(2):
+                one.prefill(IDS[:33])
+                one.score([IDS[:33]])
+            for _ in range(2):
+                parts = [Part(each, [1], wants_logits=False) for each in (one, two)]
+                paper.engine.read_together(parts)
+                paper.engine.score_together([(one, [[1]]), (two, [[2]])])
+            paper.driver.launched = None
+            return found
+
+        repeated = read()
+        monkeypatch.setattr(layers, "MOST_REPEATED_TOKENS", 0)
+        assert repeated == read()
+
+
+@pytest.mark.usefixtures("no_patterns")
+def test_branches_that_attend_one_by_one_do_so_in_their_own_sequences(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same lengths and positions, but not in the same sequence."""
+    monkeypatch.setattr(cache_segments, "ENOUGH_BLOCKS", 1 << 30)
+    monkeypatch.setattr(cache_segments, "SEGMENT_US", 0.0)
+    with paper.engine.sequence() as one, paper.engine.sequence() as two:
+
+        def read() -> list[Launched]:
+            one.reset()
+            two.reset()
+            found = paper.driver.launched = list[Launched]()
+            paper.engine.read_together([Part(each, IDS[:30]) for each in (one, two)])
+            paper.engine.score_together([(one, [IDS[:20], IDS[:40]]), (two, [IDS[:9]])])
+            paper.engine.score_together([(one, [IDS[:20]]), (two, [IDS[:40], IDS[:9]])])
+            paper.driver.launched = None
+            return found
+
+        repeated = read()
+        monkeypatch.setattr(layers, "MOST_REPEATED_TOKENS", 0)
+        assert repeated == read()
+
+
+@pytest.mark.usefixtures("no_patterns")
+def test_steps_that_are_recorded_are_not_repeated(
+    paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that is captured refuses to."""
+    with ExitStack() as stack:
+        sequences = [stack.enter_context(paper.engine.sequence()) for _ in range(3)]
+        monkeypatch.setattr(Patterns, "enqueue", lambda *_: pytest.fail("repeated"))
+        for num in (2, 3):
+            paper.engine.read_together([Part(each, [1]) for each in sequences[:num]])
 
 
 @pytest.mark.usefixtures("no_patterns")

@@ -13,8 +13,13 @@ from numpy.typing import NDArray
 
 from strata_cli.engine.device.base import Call, Home, Kernel, KernelArgument, Launch, Stream, Tensor
 from strata_cli.engine.device.paper import PaperBuffer
+from strata_cli.engine.engine import Engine
+from strata_cli.engine.forward.batch import Batch, Segment
+from strata_cli.engine.forward.layer_parts import EXPERTS, MIXER, NGRAMS, LayerPass
+from strata_cli.engine.forward.layers import Forward
 from strata_cli.engine.forward.on_stream import ModelOnStream
 from strata_cli.engine.forward.patterns import Operands, Patterns
+from strata_cli.engine.forward.state import SequenceState, new_state
 from strata_cli.engine.forward.weights import ReadWeights
 from strata_cli.engine.kernels.weight import Weight
 from strata_cli.engine.model.quants import QuantType
@@ -141,3 +146,60 @@ def test_an_interrupted_note_is_none() -> None:
     with pytest.raises(KeyboardInterrupt):
         reader.read("a")
     assert not reader.patterns.kept
+
+
+def with_stream(forward: Forward, **others: object) -> Forward:
+    """As on a GPU."""
+    stream = cast(Stream, SimpleNamespace(shared_bytes=1 << 16))
+    return replace(forward, stream=stream, **cast(Any, others))
+
+
+def test_only_short_passes_with_all_they_need_in_one_place_are_repeated(engine: Engine) -> None:
+    forward = with_stream(engine._forward)
+    x, room, table = floats(0, 9), engine._branch_room(), floats(0, 1)
+    feed = cast(Any, SimpleNamespace())
+    with engine.sequence() as sequence:
+        state = sequence._state
+        alone = Batch(9, (Segment(state, 0, 9),))
+        branch = Batch(9, (Segment(state, 0, 9, room),))
+        several = Batch(9, (Segment(state, 0, 4), Segment(state, 4, 9)))
+        own, fed = (LayerPass(0, alone, x, each) for each in (None, feed))
+        assert all(forward._is_repeated(part, own) for part in (NGRAMS, MIXER, EXPERTS))
+        assert [forward._is_repeated(part, fed) for part in (MIXER, EXPERTS)] == [True, False]
+        fetching = with_stream(engine._forward, fetcher=feed)
+        assert [fetching._is_repeated(part, own) for part in (MIXER, EXPERTS)] == [True, False]
+        for batch in (branch, several):
+            passes = [own._replace(batch=each) for each in (batch, replace(batch, table=table))]
+            assert [forward._is_repeated(MIXER, each) for each in passes] == [False, True]
+            assert all(forward._is_repeated(EXPERTS, each) for each in passes)
+        for other in (replace(alone, is_recorded=True), Batch(1, (Segment(state, 0, 1),))):
+            assert not forward._is_repeated(MIXER, own._replace(batch=other))
+            assert not forward._is_repeated(EXPERTS, own._replace(batch=other))
+
+
+def test_parts_of_sequences_with_another_context_are_not_alike(engine: Engine) -> None:
+    forward = engine._forward
+    states = [new_state(engine.spec, engine._device, engine._stream, n) for n in (32, 64)]
+
+    def key(layer: int, segments: list[SequenceState]) -> object:
+        cut = tuple(Segment(state, 4 * at, 4 * at + 4) for at, state in enumerate(segments))
+        table = None
+        if len(cut) > 1:
+            table = floats(0, forward.num_layers + 1, len(cut), 12)
+        return forward._of_sequences(LayerPass(layer, Batch(4 * len(cut), cut, table=table), x))[0]
+
+    x = floats(0, 4)
+    for layer in range(forward.num_layers):
+        assert key(layer, states[:1]) != key(layer, states[1:])
+        assert key(layer, states) != key(layer, states[::-1])
+        assert key(layer, states) == key(layer, states)
+    for state in states:
+        state.close()
+
+
+def test_layers_with_other_blocks_of_the_index_are_not_alike(engine: Engine) -> None:
+    forward, layer = engine._forward, engine.spec.is_recurrent.index(False)
+    ratio = [2 * each for each in engine.spec.index_ratio]
+    other = replace(forward, spec=replace(engine.spec, index_ratio=tuple(ratio)))
+    assert ratio[layer]
+    assert MIXER.operands(forward, layer).kind != MIXER.operands(other, layer).kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,22 @@ def test_what_follows_finds_all_of_the_state(
             sequence.restore(snapshot)
             logits = read(engine, sequence)
             assert np.array_equal(bits(logits), bits(truth(TEXT[: START + tokens]).logits))
+
+
+def test_copies_in_memory_of_their_own_replace_what_is_still_arriving(
+    engine: Engine, truth: Truth
+) -> None:
+    with engine.sequence() as sequence:
+        state = sequence._state
+        sequence.prefill(TEXT[:START])
+        leased = state.snapshot()
+        own = replace(leased, running=tuple(part.copy() for part in leased.running), lease=None)
+        sequence.prefill(TEXT[START : START + 9])
+        late = state.snapshot()
+        state.restore(late)
+        state.restore(own)
+        logits = prefill(engine, sequence)
+        assert np.array_equal(bits(logits), bits(truth(TEXT[: START + 9]).logits))
 
 
 def test_a_fingerprint_is_that_of_the_whole_state(engine: Engine, truth: Truth) -> None:

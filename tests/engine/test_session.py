@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from strata_cli.engine.conversations import ConversationCache
 from strata_cli.engine.engine import Engine
 from strata_cli.engine.forward.rows import RowPort
 from strata_cli.engine.forward.state import SequenceState, Snapshot
+from strata_cli.engine.one_thread import OneThread
 from strata_cli.engine.prompt_cache import CacheRules, is_prefix
 from strata_cli.engine.reading import ReadRequest
 from strata_cli.engine.sequence import Part, Sequence
@@ -455,3 +457,30 @@ def test_a_shared_pass_copies_states_while_it_computes_logits(
         for row, length in ((rows[0], 9), (rows[2], 3)):
             assert row is not None
             assert np.array_equal(bits(row), bits(truth(TEXT[:length]).logits))
+
+
+def test_a_block_inside_another_does_not_end_it() -> None:
+    """Another thread is refused until the last one is left, in whatever order they end."""
+    one_thread, answers = OneThread(), list[bool]()
+
+    def ask() -> None:
+        try:
+            with one_thread.using():
+                answers.append(True)
+        except StateError:
+            answers.append(False)
+
+    def asked() -> bool:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return answers[-1]
+
+    outer, inner = ExitStack(), ExitStack()
+    outer.enter_context(one_thread.using())
+    inner.enter_context(one_thread.using())
+    assert not asked()
+    outer.close()
+    assert not asked()
+    inner.close()
+    assert asked()

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 
 from strata_cli.engine.device import open_device
 from strata_cli.engine.device.base import Buffer, Device, Tensor, empty
-from strata_cli.engine.device.transfer import upload
-from strata_cli.engine.forward.snapshots import MOST_UNUSED, SnapshotRoom
+from strata_cli.engine.device.host import HostDevice
+from strata_cli.engine.device.transfer import download, upload
+from strata_cli.engine.forward.snapshots import MOST_UNUSED, Group, SnapshotRoom
 from strata_cli.errors import OutOfMemory
 
 SHAPES = ((3, 5), (0, 4), (70,))
+GROUPS = [Group(layer, 1) for layer in range(len(SHAPES))]
+LATE_S = 0.005  # so late that nobody who does not wait finds it
+
+
+def dawdle() -> None:
+    threading.Event().wait(LATE_S)
 
 
 class Scene:
@@ -27,6 +36,19 @@ class Scene:
     def set(self, value: float) -> None:
         for tensor in self.tensors:
             upload(self.device, self.stream, tensor, np.full(tensor.shape, value, np.float32))
+
+    def values(self) -> list[float]:
+        """Of all tensors, each once, as the stream finds them."""
+        found = [download(self.device, self.stream, tensor) for tensor in self.tensors]
+        return sorted({value for each in found for value in each.reshape(-1).tolist()})
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    """On a host that copies beside its kernels."""
+    monkeypatch.setattr(HostDevice, "has_async_copy", property(lambda _: True))
+    with open_device("host") as device:
+        yield Scene(device)
 
 
 @pytest.fixture
@@ -118,3 +140,87 @@ def test_a_block_stays_while_copies_use_it(scene: Scene) -> None:
     scene.room.close()
     assert not scene.room._under_way
     assert not scene.room._unused
+
+
+def test_a_block_stays_while_it_is_put_back(scene: Scene) -> None:
+    """Also where the end of its lease comes first: locked memory must not go before."""
+    parts, lease = scene.room.copy(scene.tensors)
+    scene.room.put_back(scene.tensors, parts, lease)
+    del parts, lease
+    assert len(scene.room._under_way) == 1
+    assert not scene.room._unused
+    scene.room.close()
+
+
+def test_a_block_stays_while_what_did_not_arrive_is_settled(beside: Scene) -> None:
+    parts, lease = beside.room.copy(beside.tensors)
+    beside.room.put_back(beside.tensors, parts, lease, GROUPS)
+    del parts, lease
+    assert not beside.room._under_way
+    beside.room.settle()
+    assert len(beside.room._under_way) == 1
+    assert not beside.room._unused
+    beside.room.close()
+
+
+def test_what_arrives_comes_behind_all_that_was_asked_of_the_tensors(beside: Scene) -> None:
+    """A copy out that is under way finds what was there before."""
+    room = beside.room
+    beside.set(1)
+    old = room.copy(beside.tensors)
+    beside.set(2)
+    beside.stream.call(dawdle)
+    parts, _lease = room.copy(beside.tensors, waits=False)
+    room.put_back(beside.tensors, *old, GROUPS)
+    for layer in range(len(GROUPS)):
+        room.wait_for(layer)
+    assert beside.values() == [1]
+    assert all((part == 2).all() for part in parts)
+
+
+@pytest.mark.parametrize("layers", range(len(GROUPS) + 1))
+def test_nothing_arrives_behind_a_settlement(
+    beside: Scene, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    """However many layers have waited for theirs."""
+    room = beside.room
+    beside.set(1)
+    old = room.copy(beside.tensors)
+    room.put_back(beside.tensors, *old, GROUPS)
+    room.wait_for(1)  # makes the stream
+    room.settle()
+    side = room._side
+    assert side is not None
+    copy_many = side.copy_many
+
+    def copy_late(pairs: list[tuple[Tensor, Tensor]]) -> None:
+        side.call(dawdle)
+        copy_many(pairs)
+
+    monkeypatch.setattr(side, "copy_many", copy_late)
+    room.put_back(beside.tensors, *old, GROUPS)
+    for layer in range(layers):
+        room.wait_for(layer)
+    room.settle()
+    beside.set(2)
+    side.synchronize()
+    assert beside.values() == [2]
+
+
+def test_a_room_that_closes_waits_first_and_forgets_what_did_not_arrive(
+    beside: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, seen = beside.room, list[tuple[str, bool]]()
+    old = room.copy(beside.tensors)
+    room.put_back(beside.tensors, *old, GROUPS)
+    room.wait_for(1)  # makes the stream
+    room.settle()
+    room.put_back(beside.tensors, *old, GROUPS)
+    with monkeypatch.context() as patch:
+        for name, stream in (("close", room._side), ("synchronize", beside.stream)):
+            see = partial(lambda name: seen.append((name, bool(room._under_way))), name)
+            patch.setattr(stream, name, see)
+        room.close()
+    assert seen == [("close", True), ("synchronize", True)]
+    assert not room._under_way
+    assert room._waiting is None

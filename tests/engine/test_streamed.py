@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from strata_cli.engine.forward import mixture
 from strata_cli.engine.forward.on_stream import ModelOnStream
 from strata_cli.engine.prefill import prompt_stream
 from strata_cli.engine.prefill.feed import StreamTables
+from strata_cli.engine.prefill.prompt_stream import History
 from strata_cli.engine.trace import Event, Trace
 from strata_cli.errors import DeviceError, StallError, StateError
 from tests.engine.readings import open_engine
@@ -376,6 +377,51 @@ def test_an_end_left_to_the_garbage_collector_disturbs_no_other_prompt(
             assert_same_talk(talk(engine), separate_talk)
         assert not left
         assert not issuers()
+
+
+def test_an_engine_closes_though_a_chunk_was_left_open(separate: Path, device_name: str) -> None:
+    with Way().open(separate, device_name) as engine:
+        prompt = streamer_of(engine).prompt(230, 64)
+        chunk = prompt.__enter__().chunk(64)
+        chunk.__enter__()
+        assert issuers()
+    assert not issuers()
+
+
+@pytest.mark.parametrize("pinned", [None, 9])
+def test_what_is_kept_goes_with_the_prompt_that_failed_and_no_other(
+    separate: Path, device_name: str, pinned: int | None
+) -> None:
+    """A stall, or what comes when an earlier one is left to the garbage collector."""
+    with Way(pinned=pinned).open(separate, device_name) as engine:
+        streamer = streamer_of(engine)
+        for error in (StallError("planted", hint="none"), KeyboardInterrupt()):
+            late, later = prompts = [cast(Any, streamer.prompt(230, 64)) for _ in range(2)]
+            for prompt in prompts:
+                prompt.__enter__()
+            kept = streamer._kept
+            assert kept is not None
+            with pytest.raises(type(error)):
+                late.gen.throw(error)
+            assert streamer._kept is kept
+            with pytest.raises(type(error)):
+                later.gen.throw(error)
+            assert streamer_of(engine)._kept is None
+            streamer.settle()
+
+
+def test_what_was_expected_is_expected_again_behind_the_latest_block_alone() -> None:
+    history = History(np.ones((2, 3), np.float32))
+    uses = [np.full((2, 3), value) for value in range(3)]
+    history._last_use = uses[0]
+    late: Any = history.unlearning()
+    late.__enter__()
+    history._last_use = uses[1]
+    with history.unlearning():
+        history._last_use = uses[2]
+        late.gen.close()
+        assert history._last_use is uses[2]
+    assert history._last_use is uses[1]
 
 
 def test_an_interrupted_refill_is_made_up_for(engine: Engine, separate_talk: Talk) -> None:
