@@ -388,6 +388,19 @@ def test_an_engine_closes_though_a_chunk_was_left_open(separate: Path, device_na
     assert not issuers()
 
 
+def test_nothing_is_copied_any_more_where_slots_are_filled_again(
+    separate: Path, device_name: str
+) -> None:
+    """For a chunk that was left open: its copies would land in the cache."""
+    with Way().open(separate, device_name) as engine:
+        prompt = streamer_of(engine).prompt(230, 64)
+        chunk = prompt.__enter__().chunk(64)
+        chunk.__enter__()
+        assert issuers()
+        streamer_of(engine).settle()
+        assert not issuers()
+
+
 @pytest.mark.parametrize("pinned", [None, 9])
 def test_what_is_kept_goes_with_the_prompt_that_failed_and_no_other(
     separate: Path, device_name: str, pinned: int | None
