@@ -34,6 +34,7 @@ from strata_cli.engine.device.base import (
 from strata_cli.engine.device.cuda import CudaDevice, CudaOptions
 from strata_cli.engine.device.cuda_calls import host_calls
 from strata_cli.engine.device.cuda_driver import check, failed, find_gpu
+from strata_cli.engine.device.cuda_event import CudaGraph
 from strata_cli.engine.device.cuda_memory import CudaBuffer, spans
 from strata_cli.engine.device.cuda_pinned import Piece, mapped_address, register
 from strata_cli.engine.device.cuda_stream import CudaStream
@@ -181,6 +182,13 @@ def test_dropped_memory_is_freed_at_the_next_allocation(
     gc.collect()
     device.close()
     assert not driver.allocated
+
+
+def test_closed_memory_has_no_address(device: CudaDevice) -> None:
+    for buffer in (device.allocate(8), device.allocate_pinned(8)):
+        buffer.close()
+        with pytest.raises(DeviceError, match="of 8 bytes is closed"):
+            _ = buffer.address
 
 
 def test_dropped_pages_are_unlocked_at_the_next_locking(
@@ -629,6 +637,18 @@ def test_a_pattern_repeats_launches_with_other_tensors(
 
 
 @pytest.mark.usefixtures("built")
+def test_a_pattern_starts_nothing_early_on_an_older_gpu(driver: FakeDriver, tmp_path: Path) -> None:
+    driver.capability = (8, 9)
+    options = CudaOptions(vram_bytes=MIB, cache_folder=tmp_path)
+    with CudaDevice(fake_gpu(driver), options) as device:
+        stream = device.stream("compute")
+        pattern = stream.pattern([made(stream, Launch(items=1, early=True))], addresses())
+        assert pattern is not None
+        stream.repeat(pattern, addresses())
+    assert not hasattr(driver.arguments("cuLaunchKernelEx")[-1][0], "numAttrs")
+
+
+@pytest.mark.usefixtures("built")
 def test_a_pattern_does_not_start_early_behind_two_streams(
     device: CudaDevice, driver: FakeDriver
 ) -> None:
@@ -681,6 +701,15 @@ def test_a_graph_keeps_its_buffers(device: CudaDevice, driver: FakeDriver) -> No
     device.memory()
     assert not driver.allocated
     assert "cuGraphExecDestroy" in driver.names()
+
+
+def test_a_capture_ends_once(device: CudaDevice, driver: FakeDriver) -> None:
+    """Also where it was to be dropped while its end, which an interrupt had left, was under way."""
+    stream = device.stream("compute")
+    with stream.capture() as graph:
+        pass
+    stream._drop(cast(CudaGraph, graph))
+    assert driver.names().count("cuStreamEndCapture") == 1
 
 
 def test_a_dropped_graph_keeps_its_host_functions_until_it_is_destroyed(

@@ -142,6 +142,17 @@ def test_a_block_stays_while_copies_use_it(scene: Scene) -> None:
     assert not scene.room._unused
 
 
+def test_each_block_has_an_event_of_its_own(scene: Scene) -> None:
+    """Else one stream's would tell of another's copies."""
+    for _ in range(2):
+        held = [scene.room.copy(scene.tensors, waits=False) for _ in range(3)]
+        events = [id(event) for event, _ in scene.room._under_way]
+        assert len(set(events)) == len(events) >= 1
+        scene.stream.synchronize()
+        del held
+    scene.room.close()
+
+
 def test_a_block_stays_while_it_is_put_back(scene: Scene) -> None:
     """Also where the end of its lease comes first: locked memory must not go before."""
     parts, lease = scene.room.copy(scene.tensors)
