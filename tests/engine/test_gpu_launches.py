@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,14 +117,29 @@ def no_patterns(paper: Paper) -> None:
     paper.engine._forward.patterns._seen.clear()
 
 
+@contextmanager
+def launches(paper: Paper, *sequences: Sequence) -> Iterator[list[Launched]]:
+    """All that is launched inside, from where the sequences begin anew."""
+    found = paper.driver.launched = list[Launched]()
+    for sequence in sequences:
+        sequence.reset()
+    yield found
+    paper.driver.launched = None
+
+
 def launched(paper: Paper, sequence: Sequence, lengths: tuple[int, ...]) -> list[Launched]:
     """All that passes of such lengths launch, one behind the other."""
-    found = paper.driver.launched = []
-    sequence.reset()
-    for length in lengths:
-        sequence.prefill(IDS[:length])
-    paper.driver.launched = None
+    with launches(paper, sequence) as found:
+        for length in lengths:
+            sequence.prefill(IDS[:length])
     return found
+
+
+def check_repeated(read: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is repeated of a reading is what it launches where nothing is."""
+    repeated = read()
+    monkeypatch.setattr(layers, "MOST_REPEATED_TOKENS", 0)
+    assert repeated == read()
 
 
 def fail_to_launch(patch: pytest.MonkeyPatch) -> None:
@@ -156,19 +172,15 @@ def test_what_is_repeated_is_what_would_be_launched(
 def read_several(paper: Paper, *sequences: Sequence) -> list[Launched]:
     """Two sequences in the same passes, in either order, and branches of each."""
     engine, (one, two) = paper.engine, sequences
-    one.reset()
-    two.reset()
-    found = list[Launched]()
-    paper.driver.launched = found
-    for length, (first, second) in ((30, (one, two)), (31, (one, two)), (30, (two, one))):
-        engine.read_together([Part(first, IDS[:length]), Part(second, IDS[length:60])])
-    for sequence in sequences:
-        for lengths in ((20, 40), (40, 20), (20, 40), (1, 1, 1)):
-            sequence.score([IDS[:length] for length in lengths])
-    engine.score_together([(one, [IDS[:20]]), (two, [IDS[:40]])])
-    engine.score_together([(one, [IDS[:20], IDS[:40]]), (two, [IDS[:9]])])
-    engine.score_together([(one, [IDS[:20]]), (two, [IDS[:40], IDS[:9]])])
-    paper.driver.launched = None
+    with launches(paper, *sequences) as found:
+        for length, (first, second) in ((30, (one, two)), (31, (one, two)), (30, (two, one))):
+            engine.read_together([Part(first, IDS[:length]), Part(second, IDS[length:60])])
+        for sequence in sequences:
+            for lengths in ((20, 40), (40, 20), (20, 40), (1, 1, 1)):
+                sequence.score([IDS[:length] for length in lengths])
+        engine.score_together([(one, [IDS[:20]]), (two, [IDS[:40]])])
+        engine.score_together([(one, [IDS[:20], IDS[:40]]), (two, [IDS[:9]])])
+        engine.score_together([(one, [IDS[:20]]), (two, [IDS[:40], IDS[:9]])])
     return found
 
 
@@ -194,18 +206,12 @@ def test_experts_of_sequences_one_by_one_are_repeated_too(
     with paper.engine.sequence() as one, paper.engine.sequence() as two:
 
         def read() -> list[Launched]:
-            one.reset()
-            two.reset()
-            found = list[Launched]()
-            paper.driver.launched = found
-            for length in (30, 30, 31):
-                read_together(paper.engine, [(one, IDS[:length]), (two, IDS[length:60])])
-            paper.driver.launched = None
+            with launches(paper, one, two) as found:
+                for length in (30, 30, 31):
+                    read_together(paper.engine, [(one, IDS[:length]), (two, IDS[length:60])])
             return found
 
-        repeated = read()
-        monkeypatch.setattr(layers, "MOST_REPEATED_TOKENS", 0)
-        assert repeated == read()
+        check_repeated(read, monkeypatch)
 
 
 @pytest.mark.usefixtures("no_patterns")
@@ -216,22 +222,17 @@ def test_branches_are_not_taken_for_sequences_that_go_on(
     with paper.engine.sequence() as one, paper.engine.sequence() as two:
 
         def read() -> list[Launched]:
-            one.reset()
-            two.reset()
-            found = paper.driver.launched = list[Launched]()
-            for _ in range(2):
-                one.prefill(IDS[:33])
-                one.score([IDS[:33]])
-            for _ in range(2):
-                parts = [Part(each, [1], wants_logits=False) for each in (one, two)]
-                paper.engine.read_together(parts)
-                paper.engine.score_together([(one, [[1]]), (two, [[2]])])
-            paper.driver.launched = None
+            with launches(paper, one, two) as found:
+                for _ in range(2):
+                    one.prefill(IDS[:33])
+                    one.score([IDS[:33]])
+                for _ in range(2):
+                    parts = [Part(each, [1], wants_logits=False) for each in (one, two)]
+                    paper.engine.read_together(parts)
+                    paper.engine.score_together([(one, [[1]]), (two, [[2]])])
             return found
 
-        repeated = read()
-        monkeypatch.setattr(layers, "MOST_REPEATED_TOKENS", 0)
-        assert repeated == read()
+        check_repeated(read, monkeypatch)
 
 
 @pytest.mark.usefixtures("no_patterns")
@@ -244,18 +245,13 @@ def test_branches_that_attend_one_by_one_do_so_in_their_own_sequences(
     with paper.engine.sequence() as one, paper.engine.sequence() as two:
 
         def read() -> list[Launched]:
-            one.reset()
-            two.reset()
-            found = paper.driver.launched = list[Launched]()
-            paper.engine.read_together([Part(each, IDS[:30]) for each in (one, two)])
-            paper.engine.score_together([(one, [IDS[:20], IDS[:40]]), (two, [IDS[:9]])])
-            paper.engine.score_together([(one, [IDS[:20]]), (two, [IDS[:40], IDS[:9]])])
-            paper.driver.launched = None
+            with launches(paper, one, two) as found:
+                paper.engine.read_together([Part(each, IDS[:30]) for each in (one, two)])
+                paper.engine.score_together([(one, [IDS[:20], IDS[:40]]), (two, [IDS[:9]])])
+                paper.engine.score_together([(one, [IDS[:20]]), (two, [IDS[:40], IDS[:9]])])
             return found
 
-        repeated = read()
-        monkeypatch.setattr(layers, "MOST_REPEATED_TOKENS", 0)
-        assert repeated == read()
+        check_repeated(read, monkeypatch)
 
 
 @pytest.mark.usefixtures("no_patterns")
